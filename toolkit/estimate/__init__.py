@@ -1,0 +1,1 @@
+"""Memory and time of one plan: trace, lower, replay."""
