@@ -1,0 +1,67 @@
+"""What single kernels cost and what they allocate inside, where fake tensors can't see it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+
+_ATTENTION = {
+    aten._scaled_dot_product_flash_attention.default,
+    aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._scaled_dot_product_efficient_attention.default,
+}
+_ATTENTION_BACKWARD = {
+    aten._scaled_dot_product_flash_attention_backward.default,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward.default,
+    aten._scaled_dot_product_efficient_attention_backward.default,
+}
+_FREE = {aten.detach.default, aten.view.default, aten.t.default, aten.transpose.int, aten._unsafe_view.default,
+         aten.expand.default, aten.slice.Tensor, aten.unsqueeze.default, aten.permute.default, aten.alias.default,
+         aten.empty.memory_format, aten.split.Tensor, aten.select.int, aten.as_strided.default}
+
+
+def kernel_temporary(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -> int:
+    """Bytes that a kernel allocates and frees inside one call, beyond its outputs."""
+    return 0
+
+
+def _matmul(func: Any, args: Any) -> tuple[int, int, int, int] | None:
+    if func is aten.mm.default:
+        (m, k), n = args[0].shape, args[1].shape[1]
+        return 1, m, n, k
+    if func is aten.addmm.default:
+        (m, k), n = args[1].shape, args[2].shape[1]
+        return 1, m, n, k
+    if func in (aten.bmm.default, aten.baddbmm.default):
+        left, right = (args[0], args[1]) if func is aten.bmm.default else (args[1], args[2])
+        return left.shape[0], left.shape[1], right.shape[2], left.shape[2]
+    return None
+
+
+def kernel_cost(func: Any, args: Any, kwargs: Any, out: Any, fresh: bool
+                ) -> tuple[str, float, float, tuple[int, ...], int] | None:
+    """(kind, FLOPs, bytes moved, shape, bytes per element) of one call; None for views and bookkeeping."""
+    if func in _FREE:
+        return None
+    shape = _matmul(func, args)
+    tensors = [a for a in args if isinstance(a, torch.Tensor)]
+    outs = [out] if isinstance(out, torch.Tensor) else [o for o in out if isinstance(o, torch.Tensor)] \
+        if isinstance(out, (tuple, list)) else []
+    if not outs or not (fresh or func._schema.is_mutable):
+        return None
+    moved = float(sum(t.numel() * t.element_size() for t in (*tensors, *outs)))
+    itemsize = outs[0].element_size()
+    if shape is not None:
+        batch, m, n, k = shape
+        return "matmul", 2.0 * batch * m * n * k, moved, shape, itemsize
+    if func in _ATTENTION or func in _ATTENTION_BACKWARD:
+        first = 0 if func in _ATTENTION else 1
+        query, key = args[first], args[first + 1]
+        b, h, s, d = query.shape
+        flops = 4.0 * b * h * s * key.shape[2] * d
+        return "attention", flops * (1.0 if func in _ATTENTION else 2.5), moved, (b * h, s, key.shape[2], d), itemsize
+    return "other", float(math.prod(outs[0].shape)), moved, (), itemsize

@@ -1,0 +1,84 @@
+"""What optimizers keep and what their step allocates on the way.
+
+Sizes are per parameter tensor as the optimizer sees it (a shard, a flat partition, or the parameter itself). Read from
+torch 2.13 `torch/optim/{adamw,adam,sgd,adafactor}.py`; the tests hold each rule to the real optimizer on fake tensors.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.timeline.tape import Tape
+
+Impl = Literal["loop", "foreach", "fused"]
+
+
+@dataclass(frozen=True)
+class OptimizerTensor:
+    """One tensor that the optimizer updates."""
+
+    numel: int
+    itemsize: int
+    """Bytes per element of the parameter (torch keeps its moments in that dtype)."""
+    shape: tuple[int, ...] = ()
+
+
+def default_impl(optimizer: str, impl: str, device: str) -> Impl:
+    """What torch chooses: foreach on CUDA, a loop on a CPU."""
+    if impl != "default":
+        return impl  # type: ignore[return-value]
+    return "foreach" if device == "cuda" else "loop"
+
+
+def state_bytes(optimizer: str, tensor: OptimizerTensor, device: str, impl: Impl) -> tuple[int, int]:
+    """(bytes on the device, bytes on the host) that the optimizer keeps for one tensor.
+
+    adamw keeps two moments in the parameter's dtype and a step counter of 4 bytes, which lies on the host unless the
+    implementation is fused; on a CPU run both are the same memory.
+    """
+    n, size = tensor.numel, tensor.itemsize
+    step_on_device = 4 if device == "cpu" or impl == "fused" else 0
+    if optimizer == "adamw":
+        return 2 * n * size + step_on_device, 4 - step_on_device
+    if optimizer in ("adamw-8bit", "paged-adamw-8bit"):
+        # bitsandbytes: tensors under 4096 elements keep 32-bit states; others two bytes of codes and, per block of 256
+        # elements, two fp32 maxima (bitsandbytes/optim/optimizer.py, Optimizer2State.init_state).
+        if n < 4096:
+            return 8 * n, 0
+        blocks = -(-n // 256)
+        kept = 2 * n + 2 * 4 * blocks
+        return (kept, 0) if optimizer == "adamw-8bit" else (2 * 4 * blocks, 2 * n)
+    if optimizer == "lion":
+        return n * size, 0
+    if optimizer == "adafactor":
+        if len(tensor.shape) >= 2:
+            rows, columns = n // tensor.shape[-1], n // tensor.shape[-2]
+            return (rows + columns) * size + step_on_device, 0
+        return n * size + step_on_device, 0
+    return 0, 0
+
+
+def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, impl: Impl) -> None:
+    """Append the temporaries of one step to the tape; the states are the caller's."""
+    sizes = [t.numel * t.itemsize for t in tensors]
+    if not sizes:
+        return
+    if optimizer == "adamw":
+        if impl == "foreach":
+            # sqrt of all second moments at once; the rest is in place
+            tape.transient(sum(sizes), "temporaries", "optimizer step (foreach)")
+        elif impl == "loop":
+            # sqrt, then its quotient, while the previous tensor's denominator is still named
+            previous = 0
+            for size in sizes:
+                if previous + 2 * size >= max(sizes):
+                    tape.transient(previous + 2 * size, "temporaries", "optimizer step (loop)")
+                previous = size
+    elif optimizer == "adafactor":
+        tape.transient(3 * max(sizes), "temporaries", "optimizer step (update, its square, factored moments)")
+    elif optimizer == "lion":
+        tape.transient(2 * max(sizes) if impl == "loop" else sum(sizes), "temporaries", "optimizer step")
+    elif optimizer in ("adamw-8bit", "paged-adamw-8bit", "sgd"):
+        return

@@ -1,0 +1,261 @@
+"""Records every storage that is born and dies while real module code runs on fake tensors.
+
+A dispatch mode sees each operator's outputs; a weak reference on the storage tells when it dies, in the order in which
+it really happens. Modules are known in forward from hooks, in backward from the sequence numbers of autograd's nodes:
+every node made while a module ran belongs to it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from toolkit.timeline.kernels import kernel_cost, kernel_temporary
+from toolkit.timeline.trace import MarkKind
+
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+
+
+@dataclass(slots=True)
+class Born:
+    """A storage seen during the trace."""
+
+    number: int
+    nbytes: int
+    module: str
+    phase: str
+    segment: int
+    """Segment of the raw trace in which it was born."""
+    ordinal: int
+    dead_phase: str = ""
+    gradient: bool = False
+
+
+@dataclass(slots=True)
+class RawMark:
+    kind: MarkKind
+    name: str
+    phase: str
+    storage: int = -1
+
+
+@dataclass(slots=True)
+class RawMemory:
+    storage: int
+    sign: int
+    phase: str
+
+
+@dataclass(slots=True)
+class Segment:
+    """A run of items that belong to one layer, or to what lies between layers."""
+
+    layer: str
+    """Path of the layer (of the cut model), or an empty string."""
+    backward: bool
+    items: list[RawMark | RawMemory]
+
+
+class Recorder(TorchDispatchMode):
+    """Dispatch mode that fills `segments`; use it around forward and backward of `model`."""
+
+    def __init__(self, model: nn.Module, layers: set[str], known: dict[int, int], device_is_cpu: bool) -> None:
+        super().__init__()
+        self.layers = layers
+        self.known = known
+        """Storages that exist before the trace, by address: they are not recorded."""
+        self.device_is_cpu = device_is_cpu
+        self.phase = "forward"
+        self.segments: list[Segment] = [Segment("", False, [])]
+        self.storages: list[Born] = []
+        self.operations: dict[tuple[Any, ...], int] = {}
+        self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
+        self._counts: list[int] = [0]
+        self._paths = {id(module): path for path, module in model.named_modules()}
+        self._owns = {path for path, module in model.named_modules() if any(p is not None for p in module._parameters.values())}
+        self._stack: list[str] = []
+        self._changes_at: list[int] = [0]
+        self._changes_to: list[str] = [""]
+        self._open: list[str] = []
+        self._handles: list[Any] = []
+        self._in_backward_of = ""
+
+    # -- storages ----------------------------------------------------------------------------------------------
+
+    def _see(self, tensor: torch.Tensor) -> int:
+        storage = tensor.untyped_storage()
+        address = storage._cdata
+        if address in self.known:
+            return -1
+        if address in self._live:
+            return self._live[address][1]
+        segment = len(self.segments) - 1
+        born = Born(len(self.storages), storage.nbytes(), self._module(), self.phase, segment, self._counts[segment])
+        self._counts[segment] += 1
+        self.storages.append(born)
+        self.segments[segment].items.append(RawMemory(born.number, +1, self.phase))
+
+        def dead(_: Any, address: int = address, born: Born = born) -> None:
+            if address in self._live and self._live[address][1] == born.number:
+                del self._live[address]
+            born.dead_phase = self.phase
+            self.segments[-1].items.append(RawMemory(born.number, -1, self.phase))
+
+        self._live[address] = (weakref.ref(storage, dead), born.number)
+        return born.number
+
+    def _temporary(self, nbytes: int) -> None:
+        segment = len(self.segments) - 1
+        born = Born(len(self.storages), nbytes, self._module(), self.phase, segment, self._counts[segment], self.phase)
+        self._counts[segment] += 1
+        self.storages.append(born)
+        self.segments[segment].items += [RawMemory(born.number, +1, self.phase), RawMemory(born.number, -1, self.phase)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.phase == "backward":
+            self._follow_backward()
+        out = func(*args, **kwargs)
+        fresh = False
+        for leaf in tree_leaves(out):
+            if isinstance(leaf, torch.Tensor):
+                before = len(self.storages)
+                self._see(leaf)
+                fresh = fresh or len(self.storages) > before
+        temporary = kernel_temporary(func, args, kwargs, out, self.device_is_cpu)
+        if temporary:
+            self._temporary(temporary)
+        cost = kernel_cost(func, args, kwargs, out, fresh)
+        if cost is not None:
+            key = (len(self.segments) - 1, self.phase, *cost)
+            self.operations[key] = self.operations.get(key, 0) + 1
+        return out
+
+    # -- where we are ------------------------------------------------------------------------------------------
+
+    def _module(self) -> str:
+        if self.phase == "backward" and not self._stack:
+            return self._in_backward_of
+        return self._stack[-1] if self._stack else ""
+
+    def mark(self, kind: MarkKind, name: str, storage: int = -1) -> None:
+        self.segments[-1].items.append(RawMark(kind, name, self.phase, storage))
+
+    def _layer_of(self, path: str) -> str:
+        while path:
+            if path in self.layers:
+                return path
+            path = path.rpartition(".")[0]
+        return ""
+
+    def _segment(self, layer: str) -> None:
+        current = self.segments[-1]
+        backward = self.phase == "backward"
+        if current.layer != layer or current.backward != backward:
+            self.segments.append(Segment(layer, backward, []))
+            self._counts.append(0)
+
+    def _note_change(self, path: str) -> None:
+        at = _get_sequence_nr()
+        if self._changes_at[-1] == at:
+            self._changes_to[-1] = path
+        else:
+            self._changes_at.append(at)
+            self._changes_to.append(path)
+
+    def _forward_begin(self, module: nn.Module, args: Any) -> None:
+        path = self._paths.get(id(module))
+        if path is None:
+            return
+        self._stack.append(path)
+        self._note_change(path)
+        if self.phase != "backward":
+            layer = self._layer_of(path)
+            if layer == path or not layer and self._below_layers_done():
+                self._segment(layer)
+        if path in self._owns or path in self.layers or path == "":
+            self.mark("forward-begin", path)
+
+    def _below_layers_done(self) -> bool:
+        return bool(self.segments[-1].layer)
+
+    def _forward_end(self, module: nn.Module, args: Any, out: Any) -> None:
+        path = self._paths.get(id(module))
+        if path is None or not self._stack:
+            return
+        if path in self._owns or path in self.layers or path == "":
+            self.mark("forward-end", path)
+        self._stack.pop()
+        self._note_change(self._stack[-1] if self._stack else "")
+        if path == self.head_path and self.phase == "forward":
+            self.phase = "loss"
+
+    head_path = "\0"
+
+    def _follow_backward(self) -> None:
+        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        if node is None or node.name() == _ACCUMULATE or self._stack:
+            return
+        owner = self._changes_to[bisect_right(self._changes_at, node._sequence_nr()) - 1]
+        if owner == self._in_backward_of and self._open:
+            return
+        self._in_backward_of = owner
+        chain = []
+        path = owner
+        while path:
+            if path in self._owns or path in self.layers:
+                chain.append(path)
+            path = path.rpartition(".")[0]
+        chain.reverse()
+        self.close_backward(keep=chain)
+        self._segment(self._layer_of(owner))
+        for path in chain:
+            if path not in self._open:
+                self._open.append(path)
+                self.mark("backward-begin", path)
+
+    def close_backward(self, keep: list[str] | None = None) -> None:
+        """End the backward of the modules that are not in `keep`, innermost first."""
+        for path in reversed(list(self._open)):
+            if path not in (keep or ()):
+                self._open.remove(path)
+                self.mark("backward-end", path)
+
+    # -- hooks -------------------------------------------------------------------------------------------------
+
+    def attach(self, model: nn.Module, names: dict[int, str]) -> None:
+        """Hook modules and trainable parameters (`names`: parameter name by id)."""
+        for module in model.modules():
+            self._handles.append(module.register_forward_pre_hook(self._forward_begin))
+            # always: a checkpoint stops its recomputation by an exception, half-way through a module
+            self._handles.append(module.register_forward_hook(self._forward_end, always_call=True))
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                hook = self._gradient_hook(names[id(parameter)])
+                self._handles.append(parameter.register_post_accumulate_grad_hook(hook))
+
+    def _gradient_hook(self, name: str) -> Callable[[torch.Tensor], None]:
+        def hook(parameter: torch.Tensor) -> None:
+            gradient = parameter.grad
+            if gradient is None:
+                return
+            number = self._see(gradient)
+            if number >= 0:
+                self.storages[number].gradient = True
+            self.mark("gradient", name, number)
+
+        return hook
+
+    def detach(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._live.clear()

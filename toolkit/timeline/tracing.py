@@ -1,0 +1,122 @@
+"""Run a model's own code once on fake tensors and return its trace."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from toolkit.errors import UserError
+from toolkit.specs import ModelSpec, Workload
+from toolkit.timeline.build import BuiltModel, build, materialise
+from toolkit.timeline.expand import expand
+from toolkit.timeline.trace import ModelTrace
+
+
+@dataclass(frozen=True, kw_only=True)
+class Numerics:
+    """How an engine and a device compute: everything besides the workload that changes what the model's code allocates."""
+
+    device: Literal["cpu", "cuda"] = "cpu"
+    autocast: Literal["none", "bf16", "fp16"] = "none"
+    """torch.autocast around the forward, and Accelerate's conversion of the outputs to fp32."""
+    compute_dtype: Literal["loaded", "fp32", "bf16", "fp16"] = "loaded"
+    """What the engine casts floating parameters to before they are used."""
+    cast_buffers: bool = False
+    """DeepSpeed casts floating buffers too; FSDP leaves them."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+
+
+def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> ModelTrace:
+    """Trace forward, loss and backward of one micro-batch.
+
+    Raises:
+        UserError: the model can't be built, or an operator of it can't run on fake tensors (it is named).
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from toolkit.timeline import adapters, semantics
+
+    built = build(spec, workload, semantics.attention_name(workload.attention, numerics.device))
+    adapters.freeze_and_adapt(built.model, workload)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        materialise(built.model)
+        adapters.after_loading(built.model, workload)
+        itemsizes = {name: p.element_size() for name, p in built.model.named_parameters()}
+        _cast(built.model, numerics)
+        semantics.prepare(built.model, workload, numerics)
+        try:
+            recorder = _record(built, workload, numerics)
+        except (NotImplementedError, RuntimeError, TypeError) as error:
+            if isinstance(error, torch.cuda.OutOfMemoryError):
+                raise
+            text = " ".join(str(error).split())[:300]
+            raise UserError(f"{spec.name} does not trace on fake tensors: {type(error).__name__}: {text}; "
+                            "try --attention eager, or a workload without compile") from error
+    return expand(built, recorder, workload, itemsizes)
+
+
+def _cast(model: Any, numerics: Numerics) -> None:
+    """Give parameters (and buffers) the dtype in which the engine computes."""
+    import torch
+
+    if numerics.compute_dtype == "loaded":
+        return
+    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[numerics.compute_dtype]
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_floating_point() and parameter.dtype != dtype:
+                new = getattr(parameter, "_cast_to", None)
+                if new is None:
+                    new = torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
+                    parameter._cast_to = new  # type: ignore[attr-defined]
+                module._parameters[name] = new
+        if numerics.cast_buffers:
+            for name, buffer in module._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    module._buffers[name] = torch.empty_like(buffer, dtype=dtype)
+
+
+def _batch(built: BuiltModel, workload: Workload) -> dict[str, Any]:
+    """Inputs of one micro-batch: ids of shape (micro_batch, seq_len), int64; the labels are the ids."""
+    import torch
+
+    ids = torch.zeros((workload.micro_batch, workload.seq_len), dtype=torch.long)
+    if built.kind == "sequence-classification":
+        return {"input_ids": ids, "labels": torch.zeros((workload.micro_batch,), dtype=torch.long)}
+    batch = {"input_ids": ids, "labels": ids}
+    if built.kind != "token-classification" and built.kind != "seq2seq-lm":
+        batch["use_cache"] = False  # type: ignore[assignment]
+    return batch
+
+
+def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
+    import torch
+
+    from toolkit.timeline import semantics
+    from toolkit.timeline.recorder import Recorder
+
+    model = built.model
+    model.train()
+    batch = _batch(built, workload)
+    known: dict[int, int] = {}
+    held = [*model.parameters(), *model.buffers(), *(v for v in batch.values() if isinstance(v, torch.Tensor))]
+    for tensor in held:
+        known[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+    layers = {f"{stack.path}.{i}" for stack in built.stacks for i in range(len(stack.kept))}
+    recorder = Recorder(model, layers, known, numerics.device == "cpu")
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    recorder.head_path = next((p for p, m in model.named_modules() if m is head), "\0") if head is not None else "\0"
+    names = {id(p): name for name, p in model.named_parameters()}
+    recorder.attach(model, names)
+    try:
+        with semantics.functions(numerics), recorder:
+            loss = semantics.forward(model, batch, workload, numerics)
+            recorder.phase = "backward"
+            loss.backward()
+            recorder.close_backward()
+            del loss
+            recorder.mark("backward-done", "")
+    finally:
+        recorder.detach()
+    return recorder
