@@ -6,6 +6,7 @@ step (`setup`), what it does at each mark, and what its optimizer step does. The
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
@@ -52,6 +53,11 @@ class Engine:
         """How the model computes: autocast as Accelerate wraps the forward."""
         autocast = workload.precision if workload.precision in ("bf16", "fp16") else "none"
         return Numerics(device="cpu" if device == "cpu" else "cuda", autocast=autocast, checkpointing=plan.checkpointing)  # type: ignore[arg-type]
+
+    @staticmethod
+    def wants(trace: ModelTrace) -> Callable[[Mark], bool]:
+        """Which marks this engine acts on; the others are not walked."""
+        return lambda mark: mark.kind in ("gradient", "backward-done")
 
     # -- before the first step ---------------------------------------------------------------------------------
 

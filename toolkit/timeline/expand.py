@@ -176,6 +176,16 @@ def _names(paths: list[str], built: BuiltModel) -> list[tuple[str, str]]:
     return out
 
 
+def _renamed(paths: set[str], built: BuiltModel) -> frozenset[str]:
+    """Module paths of the cut model as those of the whole one."""
+    table = _multiplicity(built)
+    out: set[str] = set()
+    for path in paths:
+        layer, rest = _split(path, table)
+        out.update(f"{original}{rest}" for original, _ in table[layer]) if layer else out.add(path)
+    return frozenset(out)
+
+
 def _parameters(built: BuiltModel, itemsizes: dict[str, int]) -> tuple[ParameterInfo, ...]:
     cut = dict(built.model.named_parameters())
     holders: dict[int, list[str]] = defaultdict(list)
@@ -236,6 +246,8 @@ def expand(built: BuiltModel, recorder: Recorder, workload: Workload, itemsizes:
         vocab_size=int(getattr(config, "vocab_size", 0) or 0),
         kind=built.kind,
         architecture=type(model).__name__,
+        inputs_without_gradient=_renamed(recorder.inputs_without_gradient, built),
+        entries_without_gradient=_renamed(recorder.entries_without_gradient, built),
         operations=_operations(built, recorder),
         buffer_parts=tuple(parts),
     )

@@ -81,6 +81,7 @@ class Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._counts: list[int] = [0]
         self._paths = {id(module): path for path, module in model.named_modules()}
+        self._known_paths = set(self._paths.values())
         self._owns = {path for path, module in model.named_modules() if any(p is not None for p in module._parameters.values())}
         self._stack: list[str] = []
         self._changes_at: list[int] = [0]
@@ -88,6 +89,8 @@ class Recorder(TorchDispatchMode):
         self._open: list[str] = []
         self._handles: list[Any] = []
         self._in_backward_of = ""
+        self.inputs_without_gradient: set[str] = set()
+        self.entries_without_gradient: set[str] = set()
 
     # -- storages ----------------------------------------------------------------------------------------------
 
@@ -172,18 +175,23 @@ class Recorder(TorchDispatchMode):
             self._changes_at.append(at)
             self._changes_to.append(path)
 
-    def _forward_begin(self, module: nn.Module, args: Any) -> None:
+    def _forward_begin(self, module: nn.Module, args: Any, kwargs: Any) -> None:
         path = self._paths.get(id(module))
         if path is None:
             return
+        if self.phase != "backward" and (path in self._owns or path in self.layers):
+            positional = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
+            if not positional:
+                self.inputs_without_gradient.add(path)
+                if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in kwargs.values()):
+                    self.entries_without_gradient.add(path)
         self._stack.append(path)
         self._note_change(path)
         if self.phase != "backward":
             layer = self._layer_of(path)
             if layer == path or not layer and self._below_layers_done():
                 self._segment(layer)
-        if path in self._owns or path in self.layers or path == "":
-            self.mark("forward-begin", path)
+        self.mark("forward-begin", path)
 
     def _below_layers_done(self) -> bool:
         return bool(self.segments[-1].layer)
@@ -192,8 +200,7 @@ class Recorder(TorchDispatchMode):
         path = self._paths.get(id(module))
         if path is None or not self._stack:
             return
-        if path in self._owns or path in self.layers or path == "":
-            self.mark("forward-end", path)
+        self.mark("forward-end", path)
         self._stack.pop()
         self._note_change(self._stack[-1] if self._stack else "")
         if path == self.head_path and self.phase == "forward":
@@ -209,19 +216,22 @@ class Recorder(TorchDispatchMode):
         if owner == self._in_backward_of and self._open:
             return
         self._in_backward_of = owner
-        chain = []
-        path = owner
-        while path:
-            if path in self._owns or path in self.layers:
-                chain.append(path)
-            path = path.rpartition(".")[0]
-        chain.reverse()
+        chain = self._chain(owner)
         self.close_backward(keep=chain)
         self._segment(self._layer_of(owner))
         for path in chain:
             if path not in self._open:
                 self._open.append(path)
                 self.mark("backward-begin", path)
+
+    def _chain(self, path: str) -> list[str]:
+        """The modules that contain `path`, outermost (the model itself) first."""
+        chain = [path] if path in self._known_paths else []
+        while path:
+            path = path.rpartition(".")[0]
+            if path in self._known_paths:
+                chain.append(path)
+        return chain[::-1]
 
     def close_backward(self, keep: list[str] | None = None) -> None:
         """End the backward of the modules that are not in `keep`, innermost first."""
@@ -235,7 +245,7 @@ class Recorder(TorchDispatchMode):
     def attach(self, model: nn.Module, names: dict[int, str]) -> None:
         """Hook modules and trainable parameters (`names`: parameter name by id)."""
         for module in model.modules():
-            self._handles.append(module.register_forward_pre_hook(self._forward_begin))
+            self._handles.append(module.register_forward_pre_hook(self._forward_begin, with_kwargs=True))
             # always: a checkpoint stops its recomputation by an exception, half-way through a module
             self._handles.append(module.register_forward_hook(self._forward_end, always_call=True))
         for parameter in model.parameters():

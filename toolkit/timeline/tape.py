@@ -7,7 +7,7 @@ its net effect, which gives the same peaks from a fraction of the events.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -58,8 +58,8 @@ class Program:
     compact: bool
 
 
-def compile_trace(trace: ModelTrace, compact: bool) -> Program:
-    """Cut a trace at its marks. `compact` folds each chunk to (highest point, net)."""
+def compile_trace(trace: ModelTrace, compact: bool, wanted: Callable[[Mark], bool] = lambda _: True) -> Program:
+    """Cut a trace at the marks that an engine wants. `compact` folds each chunk to (highest point, net)."""
     table = LabelTable()
     steps: list[Chunk | Mark] = []
     run: list[Memory] = []
@@ -82,7 +82,7 @@ def compile_trace(trace: ModelTrace, compact: bool) -> Program:
     for item in trace.items:
         if isinstance(item, Memory):
             run.append(item)
-        else:
+        elif wanted(item):
             close()
             steps.append(item)
     close()

@@ -107,6 +107,10 @@ class ModelTrace:
     vocab_size: int
     kind: str
     architecture: str
+    inputs_without_gradient: frozenset[str] = frozenset()
+    """Modules none of whose positional inputs needs a gradient: hooks on them never fire in backward."""
+    entries_without_gradient: frozenset[str] = frozenset()
+    """The same, keyword inputs included."""
     operations: tuple[Operation, ...] = ()
     notes: tuple[str, ...] = ()
     buffer_parts: tuple[tuple[str, int], ...] = field(default=(), repr=False)

@@ -6,6 +6,7 @@ Accelerate 1.15 `accelerate/utils/fsdp_utils.py` (`fsdp2_prepare_model`: which m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
@@ -61,6 +62,12 @@ class FsdpEngine(Engine):
         compute = workload.precision if workload.precision in ("bf16", "fp16") else "loaded"
         return Numerics(device="cpu" if device == "cpu" else "cuda", compute_dtype=compute, checkpointing=plan.checkpointing)  # type: ignore[arg-type]
 
+    @staticmethod
+    def wants(trace: ModelTrace) -> Callable[[Mark], bool]:
+        """Gradients, and the beginnings and ends of what can be a unit."""
+        names = {*trace.layer_paths, trace.input_embedding, trace.output_embedding, trace.final_norm, ""}
+        return lambda mark: mark.kind in ("gradient", "backward-done") or mark.name in names
+
     # -- units -------------------------------------------------------------------------------------------------
 
     def _carve(self) -> list[Unit]:
@@ -68,7 +75,7 @@ class FsdpEngine(Engine):
         reshard = plan.strategy != "fsdp-grad"
         wrapped = list(trace.layer_paths) if plan.fsdp.wrap != "none" else []
         tied = any(len(p.modules) > 1 and trace.input_embedding in p.modules for p in trace.parameters)
-        units = [Unit(path, [], [path], reshard, True) for path in wrapped]
+        units = [Unit(path, [], [path], reshard, path not in trace.entries_without_gradient) for path in wrapped]
         embedding, head, norm = trace.input_embedding, trace.output_embedding, trace.final_norm
         if embedding and not tied:
             units.insert(0, Unit(embedding, [], [embedding], reshard, False))
