@@ -1,0 +1,1 @@
+"""Degrees that cut across a strategy: tensor, context and sequence parallelism."""
