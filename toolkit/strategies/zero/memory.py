@@ -46,7 +46,7 @@ class ZeroEngine(Engine):
         super().__init__(trace, workload, plan, cluster)
         from toolkit.strategies.zero.launch import effective
 
-        self.settings = effective(plan, workload, trace.hidden_size)
+        self.settings = effective(plan, workload)
         self.low = workload.precision in ("bf16", "fp16", "bf16-pure")
         self.bucket_size = int(self.settings.reduce_bucket or 0)
         self.overlap = bool(self.settings.overlap_comm)
