@@ -43,6 +43,9 @@ class Workload:
     attention: Attention = "sdpa"
     loss: Loss = "standard"
     compile: bool = False
+    loss_only: bool = False
+    """True: the forward returns the summed loss and nothing else, as the recipe's does; False: Hugging Face's outputs,
+    logits included, which Accelerate's mixed precision copies to fp32."""
     task: Task = "auto"
     """auto: read from the architecture that the model's config names."""
     clip: float | None = None

@@ -1,18 +1,34 @@
-"""What the device and Accelerate add to the model's own code: autocast, attention kernels, outputs in fp32."""
+"""What the device and Accelerate add to the model's own code: autocast, attention kernels, outputs in fp32, the loss.
+
+The trace runs on fake CPU tensors. For a CUDA target the functions that would behave otherwise there are replaced while
+it runs: attention becomes the flash or the memory-efficient kernel, dropout the fused one with a boolean mask, and the
+functions that CUDA's autocast runs in fp32 get fp32 inputs (torch/amp: autocast op reference).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import math
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
 
 if TYPE_CHECKING:
     from toolkit.specs import Workload
     from toolkit.timeline.tracing import Numerics
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+_RNG_STATE = 5056
+"""Bytes of the CPU generator's state, which a checkpointed layer saves (ATen/CPUGeneratorImpl.cpp)."""
+CHUNK = 1024
+"""Rows of hidden states whose logits exist at one time under the chunked loss; the recipe's figure."""
+
+_FP32_ON_CUDA = ("softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss", "softplus",
+                 "normalize", "cosine_similarity")
+"""The functions of torch.nn.functional on CUDA autocast's fp32 list; CPU autocast leaves them in 16 bits."""
 
 
 def attention_name(attention: str, device: str) -> str:
@@ -24,20 +40,197 @@ def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
     """Switch on activation checkpointing as the recipe does it: non-reentrant, whole layers."""
     if numerics.checkpointing == "full":
         model.gradient_checkpointing_enable({"use_reentrant": False})
+    elif numerics.checkpointing == "selective":
+        _checkpoint_selectively(model)
+    if workload.loss != "standard":
+        _replace_head(model, workload.loss)
+
+
+def _checkpoint_selectively(model: Any) -> None:
+    """Save the outputs of matrix products and attention, recompute the rest (torch's selective checkpointing)."""
+    import functools
+
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    save = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention.default,
+            aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+        return CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+
+
+def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function with its 16-bit tensor arguments cast to fp32 first, while autocast is on."""
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        if torch.is_autocast_enabled("cpu"):
+            args = tuple(a.float() if isinstance(a, torch.Tensor) and a.dtype in (torch.bfloat16, torch.float16) else a
+                         for a in args)
+        return function(*args, **kwargs)
+
+    return wrapped
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    if not training or p == 0.0:
+        return input
+    return torch.native_dropout(input, p, True)[0]
+
+
+def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
+               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
+    """Flash attention for 16-bit inputs without a mask, the memory-efficient kernel otherwise (ATen sdp_utils.cpp)."""
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    half = query.dtype in (torch.bfloat16, torch.float16)
+    if attn_mask is None and half and query.shape[-1] <= 256:
+        return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+    if enable_gqa and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    bias = attn_mask
+    if bias is not None:
+        if bias.dtype == torch.bool:
+            bias = torch.zeros_like(bias, dtype=query.dtype).masked_fill(bias.logical_not(), -math.inf)
+        bias = bias.expand(query.shape[0], query.shape[1], query.shape[2], key.shape[2])
+    return torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, True, dropout_p, is_causal, scale=scale
+    )[0]
 
 
 @contextmanager
 def functions(numerics: Numerics) -> Iterator[None]:
-    """Context in which torch functions behave as on the device."""
-    yield
+    """Context in which torch functions behave as on the device, and nothing depends on data."""
+    patches: list[tuple[str, str, Any]] = [
+        ("transformers.integrations.moe", "_can_use_grouped_mm", lambda *a, **k: False),
+    ]
+    if numerics.device == "cpu":
+        patches += [
+            ("torch", "get_rng_state", lambda: torch.empty(_RNG_STATE, dtype=torch.uint8)),
+            ("torch", "set_rng_state", lambda state: None),
+        ]
+    else:
+        patches += [("torch.nn.functional", "scaled_dot_product_attention", _attention),
+                    ("torch.nn.functional", "dropout", _dropout)]
+        patches += [("torch.nn.functional", name, _in_fp32(getattr(F, name))) for name in _FP32_ON_CUDA]
+    with ExitStack() as stack:
+        for module, name, value in patches:
+            stack.enter_context(_patched(module, name, value))
+        yield
+
+
+@contextmanager
+def _patched(module: str, name: str, value: Any) -> Iterator[None]:
+    import importlib
+
+    try:
+        target = importlib.import_module(module)
+    except ImportError:
+        yield
+        return
+    old = getattr(target, name, None)
+    if old is None:
+        yield
+        return
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        setattr(target, name, old)
+
+
+def _replace_head(model: Any, loss: str) -> None:
+    """The output layer computes the loss itself: in checkpointed chunks, or as Liger's fused kernel does."""
+    head = model.get_output_embeddings()
+    part = _fused_part if loss == "fused" else _chunked_part
+
+    def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
+        rows = hidden.reshape(-1, hidden.size(-1))
+        labels = torch.zeros(rows.size(0), dtype=torch.long)
+        return part(self, rows, labels)
+
+    head.forward = MethodType(forward, head)
+
+
+def _chunked_part(head: Any, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    from torch.utils.checkpoint import checkpoint
+
+    def chunk_loss(hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        logits = F.linear(hidden, head.weight, head.bias).float()
+        return F.cross_entropy(logits, target, reduction="sum")
+
+    parts = [checkpoint(chunk_loss, rows[at : at + CHUNK], labels[at : at + CHUNK], use_reentrant=False)
+             for at in range(0, len(rows), CHUNK)]
+    return torch.stack(parts).sum()
+
+
+class _FusedLinearCrossEntropy(torch.autograd.Function):
+    """Allocates as Liger's kernel (liger_kernel/ops/fused_linear_cross_entropy.py): the gradients of the hidden states
+    and of the weight are made in the forward, chunk by chunk of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        tokens, hidden, vocab = rows.shape[0], rows.shape[1], weight.shape[0]
+        grad_rows = torch.zeros_like(rows)
+        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
+        loss = torch.zeros(tokens, dtype=torch.float32)
+        inc = -(-vocab // hidden)
+        chunk = 1 << (max(1, -(-tokens // inc)) - 1).bit_length()
+        for at in range(0, tokens, min(chunk, tokens)):
+            if at > 2 * chunk:
+                break  # every further chunk allocates the same
+            logits = rows[at : at + chunk] @ weight.t()
+            grad_rows[at : at + chunk] = logits @ weight
+            if grad_weight is not None:
+                grad_weight += logits.t() @ rows[at : at + chunk]
+            del logits
+        ctx.save_for_backward(grad_rows, *([grad_weight] if grad_weight is not None else []))
+        return loss.sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        saved = ctx.saved_tensors
+        return saved[0], saved[1] if len(saved) > 1 else None
+
+
+def _fused_part(head: Any, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    weight = head.weight
+    if torch.is_autocast_enabled("cpu"):
+        dtype = torch.get_autocast_dtype("cpu")
+        rows, weight = rows.to(dtype), weight.to(dtype)
+    return _FusedLinearCrossEntropy.apply(rows, weight)  # type: ignore[no-any-return]
 
 
 def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Numerics) -> torch.Tensor:
     """Forward and loss; returns the loss, nothing else is kept."""
+    run: Callable[..., Any] = model.__call__
+    if workload.loss != "standard":
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+        return _wrapped(lambda: run(**inputs).logits, numerics)
+    if workload.loss_only:
+        return _wrapped(lambda: _summed(run, batch), numerics)
+    return _wrapped(lambda: run(**batch), numerics).loss  # type: ignore[no-any-return]
+
+
+def _summed(run: Callable[..., Any], batch: dict[str, Any]) -> torch.Tensor:
+    """The summed cross entropy of the shifted labels, as the recipe's forward computes it."""
+    labels = batch["labels"]
+    logits = run(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    if logits.dim() == 2:
+        return F.cross_entropy(logits.float(), labels, reduction="sum")
+    shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()
+    return F.cross_entropy(logits.float().view(-1, logits.size(-1)), shifted.view(-1), reduction="sum")
+
+
+def _wrapped(run: Callable[[], Any], numerics: Numerics) -> Any:
+    """Accelerate's wrapping: autocast around the forward, floating outputs to fp32."""
     if numerics.autocast == "none":
-        return model(**batch).loss
+        return run()
     from accelerate.utils.operations import convert_outputs_to_fp32
 
-    autocast = torch.autocast("cpu", dtype=_DTYPES[numerics.autocast])
-    run = convert_outputs_to_fp32(autocast(model.__call__))
-    return run(**batch).loss
+    return convert_outputs_to_fp32(torch.autocast("cpu", dtype=_DTYPES[numerics.autocast])(run))()

@@ -1,0 +1,213 @@
+"""The estimate of a plan: trace the model once, lower the trace as the plan's engine would, replay it on the device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from toolkit.errors import UserError
+from toolkit.estimate.outside import outside_allocator
+from toolkit.estimate.result import CATEGORIES, Estimate, HostMemory, MemoryEstimate, ModelFacts, PeakPoint
+from toolkit.specs import Cluster, ModelSpec, Plan, Workload
+from toolkit.timeline.cuda_allocator import replay_reserved
+
+if TYPE_CHECKING:
+    from toolkit.strategies.lowering import Engine
+    from toolkit.timeline.tape import Program, Tape
+    from toolkit.timeline.trace import ModelTrace
+
+_TRACED_FIELDS = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "precision", "weights_dtype", "attention",
+                  "loss", "compile", "loss_only", "task")
+"""What of a workload changes the trace; accumulation, the optimizer and clipping do not."""
+
+
+def engine_class(strategy: str) -> type[Engine]:
+    """The state machine that lowers a strategy."""
+    from toolkit.strategies.ddp.memory import DdpEngine
+    from toolkit.strategies.fsdp.memory import FsdpEngine
+    from toolkit.strategies.lowering import Engine
+    from toolkit.strategies.zero.memory import Zero12Engine
+    from toolkit.strategies.zero.memory3 import Zero3Engine
+
+    table: dict[str, type[Engine]] = {
+        "single": Engine, "ddp": DdpEngine, "fsdp": FsdpEngine, "fsdp-grad": FsdpEngine, "hsdp": FsdpEngine,
+        "zero1": Zero12Engine, "zero2": Zero12Engine, "zero3": Zero3Engine,
+    }  # fmt: skip
+    return table[strategy]
+
+
+class Estimator:
+    """Estimates of one model; traces are kept, so that many plans of one workload cost one trace."""
+
+    def __init__(self, model: ModelSpec) -> None:
+        self.model = model
+        self._traces: dict[Any, ModelTrace] = {}
+        self._programs: dict[Any, Program] = {}
+
+    def trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> ModelTrace:
+        """The model's trace under the numerics of the plan's engine."""
+        return self._trace(workload, plan, cluster)[1]
+
+    def _trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> tuple[Any, ModelTrace]:
+        from toolkit.timeline.tracing import trace_model
+
+        device = "cpu" if cluster.gpu.is_cpu else "cuda"
+        numerics = engine_class(plan.strategy).numerics(workload, plan, device)
+        key = (tuple(getattr(workload, name) for name in _TRACED_FIELDS), numerics)
+        if key not in self._traces:
+            self._traces[key] = trace_model(self.model, workload, numerics)
+        return key, self._traces[key]
+
+    def estimate(self, workload: Workload, plan: Plan, cluster: Cluster, *, detail: bool = True) -> Estimate:
+        """Memory and time of one plan.
+
+        Args:
+            detail: True replays every event (reserved memory, what was alive at the peak); False folds what the model's
+                code does between the engine's actions, which gives the same peaks faster: enough to rank plans.
+
+        Raises:
+            UserError: the model does not trace, or plan and workload exclude each other.
+        """
+        from toolkit.strategies import check_plan
+        from toolkit.strategies.lowering import lower
+        from toolkit.timeline.tape import compile_trace
+
+        check_plan(plan, workload, cluster)
+        key, trace = self._trace(workload, plan, cluster)
+        kind = engine_class(plan.strategy)
+        program_key = (key, kind, not detail)
+        if program_key not in self._programs:
+            self._programs[program_key] = compile_trace(trace, not detail, kind.wants(trace))
+        engine = kind(trace, workload, plan, cluster)
+        tape = lower(self._programs[program_key], engine)
+        return Estimate(
+            model=_facts(self.model, trace),
+            workload=workload,
+            cluster=cluster,
+            plan=plan,
+            memory=_memory(tape, engine, cluster, plan, detail),
+            time=_time(trace, workload, plan, cluster),
+        )
+
+
+def estimate(model: ModelSpec, workload: Workload, plan: Plan, cluster: Cluster) -> Estimate:
+    """Memory and time of one plan. Raises UserError as `Estimator.estimate`."""
+    return Estimator(model).estimate(workload, plan, cluster)
+
+
+def estimate_many(model: ModelSpec, workload: Workload, plans: Iterable[Plan], cluster: Cluster) -> list[Estimate | UserError]:
+    """One entry per plan, in order: its estimate, or why the plan is impossible."""
+    estimator = Estimator(model)
+    out: list[Estimate | UserError] = []
+    for plan in plans:
+        try:
+            out.append(estimator.estimate(workload, plan, cluster, detail=False))
+        except UserError as error:
+            out.append(error)
+    return out
+
+
+def _facts(model: ModelSpec, trace: ModelTrace) -> ModelFacts:
+    return ModelFacts(
+        name=model.name,
+        kind=trace.kind,
+        architecture=trace.architecture,
+        parameters=sum(p.numel for p in trace.parameters if p.floating) + 2 * sum(p.numel for p in trace.parameters if not p.floating),
+        trainable_parameters=sum(p.numel for p in trace.trainable),
+        layers=len(trace.layer_paths),
+        vocab_size=trace.vocab_size,
+        hidden_size=trace.hidden_size,
+    )
+
+
+@dataclass(frozen=True)
+class _Levels:
+    """The level of a tape and its highest points by step."""
+
+    level: Any
+    starts: list[int]
+    peaks: list[int]
+    at: list[int]
+
+
+def _levels(tape: Tape) -> _Levels:
+    level = np.cumsum(np.asarray(tape.deltas, dtype=np.int64))
+    ends = [*tape.boundaries[1:], len(level)]
+    at = [start + int(level[start:end].argmax()) for start, end in zip(tape.boundaries, ends, strict=True)]
+    return _Levels(level, tape.boundaries, [int(level[i]) for i in at], at)
+
+
+def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bool) -> MemoryEstimate:
+    levels = _levels(tape)
+    steady = max(range(1, len(levels.peaks)), key=lambda i: levels.peaks[i])
+    peak, at = levels.peaks[steady], levels.at[steady]
+    label = tape.table.labels[tape.labels[at]]
+    deltas = np.asarray(tape.deltas[: at + 1], dtype=np.int64)
+    sums = np.bincount(np.asarray(tape.labels[: at + 1]), weights=deltas, minlength=len(tape.table.labels))
+    breakdown = dict.fromkeys(CATEGORIES, 0)
+    groups: dict[tuple[str, str], int] = {}
+    for number, size in enumerate(sums):
+        if size:
+            category, what, _ = tape.table.labels[number]
+            breakdown[category] += int(size)
+            groups[category, what] = groups.get((category, what), 0) + int(size)
+    largest = sorted(((c, w, n) for (c, w), n in groups.items() if n > 0), key=lambda g: -g[2])
+    reserved = peak
+    if not cluster.gpu.is_cpu:
+        reserved = replay_reserved(tape) if detail else _guess_reserved(peak)
+    outside, interval = outside_allocator(cluster, plan)
+    load = int(levels.level[: levels.starts[0]].max()) if levels.starts[0] else 0
+    return MemoryEstimate(
+        peak_allocated=peak,
+        peak_reserved=max(reserved, peak),
+        outside_allocator=outside,
+        outside_interval=interval,
+        capacity=cluster.gpu.memory,
+        first_step_peak=levels.peaks[0],
+        resident=int(levels.level[levels.starts[-1] - 1]) if levels.starts[-1] else 0,
+        at_peak=PeakPoint(phase=label.phase, module=label.what),
+        breakdown=breakdown,
+        largest=tuple(largest[:12]),
+        by_module=_by_module(groups),
+        load_peak=load,
+        host=_host(engine, cluster),
+        nvme=engine.host.nvme * cluster.gpus_per_node,
+        notes=tuple(engine.notes()),
+    )
+
+
+def _guess_reserved(peak: int) -> int:
+    """What the allocator's rounding adds at least; the full replay gives the figure of the chosen plan."""
+    return -(-peak // (2 << 20)) * (2 << 20)
+
+
+def _by_module(groups: dict[tuple[str, str], int]) -> tuple[tuple[str, int], ...]:
+    sums: dict[str, int] = {}
+    for (_, what), size in groups.items():
+        sums[what] = sums.get(what, 0) + size
+    return tuple(sorted(((w, n) for w, n in sums.items() if n > 0), key=lambda g: -g[1])[:12])
+
+
+def _host(engine: Engine, cluster: Cluster) -> HostMemory:
+    """Host memory of a node. torch's pinned allocator rounds every block up to a power of two
+    (ATen/core/CachingHostAllocator.h)."""
+    ranks = cluster.gpus_per_node
+    pinned = sum(1 << (size - 1).bit_length() for size in engine.host.pinned if size > 0)
+    steady = engine.host.plain + pinned
+    peak = ranks * max(engine.host.load, steady) if not cluster.gpu.is_cpu else ranks * steady
+    capacity = cluster.host_memory
+    return HostMemory(peak=peak, pinned=ranks * pinned, capacity=capacity, fits=capacity is None or peak <= capacity)
+
+
+def _time(trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster) -> Any:
+    return None
+
+
+@lru_cache(maxsize=4)
+def cached_estimator(model: ModelSpec) -> Estimator:
+    """One estimator per model and process."""
+    return Estimator(model)

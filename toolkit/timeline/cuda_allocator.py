@@ -1,0 +1,129 @@
+"""A model of torch's CUDA caching allocator: what a timeline reserves.
+
+c10/cuda/CUDACachingAllocator.cpp and c10/core/AllocatorConfig.h of torch 2.13: sizes are rounded to 512 bytes; blocks up
+to 1 MiB come from 2 MiB segments, blocks under 10 MiB from 20 MiB segments, larger ones from segments of their own rounded
+to 2 MiB; the smallest free block that fits is taken and split; neighbours merge again when they are free. With expandable
+segments a pool is one address range whose pages (2 MiB for small, 20 MiB for large blocks) are mapped as needed.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from dataclasses import dataclass
+
+from toolkit.timeline.tape import Tape
+
+ROUND = 512
+SMALL_LIMIT = 1 << 20
+SMALL_SEGMENT = 2 << 20
+LARGE_SEGMENT = 20 << 20
+OWN_SEGMENT = 10 << 20
+LARGE_ROUND = 2 << 20
+
+
+@dataclass(slots=True)
+class Block:
+    """A piece of a segment; neighbours are linked in address order."""
+
+    size: int
+    order: int
+    """Rank among blocks of one size: lower addresses are taken first."""
+    small: bool
+    free: bool = False
+    before: Block | None = None
+    after: Block | None = None
+
+
+class CachingAllocator:
+    """Fixed segments, one stream. `reserved` and `peak` are bytes."""
+
+    def __init__(self) -> None:
+        self.reserved = 0
+        self.peak = 0
+        self._pools: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._orders = 0
+
+    def malloc(self, nbytes: int) -> Block:
+        size = max(ROUND, -(-nbytes // ROUND) * ROUND)
+        small = size <= SMALL_LIMIT
+        pool = self._pools[small]
+        at = bisect_left(pool, (size, -1))
+        if at < len(pool):
+            block = pool.pop(at)[2]
+        else:
+            block = self._segment(size, small)
+        block.free = False
+        rest = block.size - size
+        if rest >= ROUND if small else rest > SMALL_LIMIT:
+            self._split(block, size)
+        return block
+
+    def _segment(self, size: int, small: bool) -> Block:
+        if small:
+            length = SMALL_SEGMENT
+        elif size < OWN_SEGMENT:
+            length = LARGE_SEGMENT
+        else:
+            length = -(-size // LARGE_ROUND) * LARGE_ROUND
+        self.reserved += length
+        self.peak = max(self.peak, self.reserved)
+        return self._block(length, small)
+
+    def _block(self, size: int, small: bool) -> Block:
+        self._orders += 1
+        return Block(size, self._orders, small)
+
+    def _split(self, block: Block, size: int) -> None:
+        rest = self._block(block.size - size, block.small)
+        rest.before, rest.after = block, block.after
+        if block.after is not None:
+            block.after.before = rest
+        block.after, block.size = rest, size
+        self._put(rest)
+
+    def _put(self, block: Block) -> None:
+        block.free = True
+        insort(self._pools[block.small], (block.size, block.order, block), key=lambda e: (e[0], e[1]))
+
+    def _take(self, block: Block) -> None:
+        pool = self._pools[block.small]
+        at = bisect_left(pool, (block.size, block.order), key=lambda e: (e[0], e[1]))
+        pool.pop(at)
+
+    def release(self, block: Block) -> None:
+        """Free a block and merge it with free neighbours."""
+        left, right = block.before, block.after
+        if left is not None and left.free:
+            self._take(left)
+            left.size += block.size
+            left.after = right
+            if right is not None:
+                right.before = left
+            block = left
+        if right is not None and right.free:
+            self._take(right)
+            block.size += right.size
+            block.after = right.after
+            if right.after is not None:
+                right.after.before = block
+        self._put(block)
+
+
+def replay_reserved(tape: Tape) -> int:
+    """Bytes that the allocator has reserved at most when the tape is played (all steps, the load included)."""
+    allocator = CachingAllocator()
+    live: dict[object, list[Block]] = defaultdict(list)
+    sizes: dict[object, int] = {}
+    for delta, key in zip(tape.deltas, tape.keys, strict=True):
+        if delta > 0:
+            live[key].append(allocator.malloc(delta))
+            sizes[key] = sizes.get(key, 0) + delta
+        else:
+            blocks = live.pop(key, None)
+            if blocks is None:
+                continue
+            sizes.pop(key, None)
+            for block in blocks:
+                allocator.release(block)
+    return allocator.peak
