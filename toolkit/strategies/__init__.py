@@ -1,7 +1,7 @@
 """Every strategy by name, and a plan turned into launch files and back.
 
-A strategy's own folder is the only place that knows it; what is here only finds the folder and holds the rules that
-follow from the fields of `StrategyInfo`. Importing this is cheap: no torch, no accelerate.
+A strategy's own folder is the only place that knows it; what is here only finds the folder and holds the
+rules that follow from the fields of `StrategyInfo`. Importing this is cheap: no torch, no accelerate.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ from toolkit.strategies.single import launch as single
 from toolkit.strategies.zero import launch as zero
 
 FAMILIES: Mapping[str, Family] = MappingProxyType(
-    {"single": cast(Family, single), "ddp": cast(Family, ddp), "fsdp": cast(Family, fsdp), "zero": cast(Family, zero)}
+    {
+        "single": cast(Family, single),
+        "ddp": cast(Family, ddp),
+        "fsdp": cast(Family, fsdp),
+        "zero": cast(Family, zero),
+    }
 )
 STRATEGIES: Mapping[str, StrategyInfo] = MappingProxyType(
     {info.name: info for family in FAMILIES.values() for info in family.STRATEGIES}
@@ -32,8 +37,22 @@ STRATEGIES: Mapping[str, StrategyInfo] = MappingProxyType(
 _ENGINES = {"NO": "single", "FSDP": "fsdp", "DEEPSPEED": "zero"}
 _OWN_SETTINGS = {"ddp": DdpSettings(), "fsdp": FsdpSettings(), "zero": ZeroSettings()}
 
-__all__ = ["FAMILIES", "STRATEGIES", "Found", "LaunchFiles", "StrategyInfo", "canonical", "check_plan", "family_of",
-           "launch_environment", "load_file", "mismatch", "observe", "read", "render"]
+__all__ = [
+    "FAMILIES",
+    "STRATEGIES",
+    "Found",
+    "LaunchFiles",
+    "StrategyInfo",
+    "canonical",
+    "check_plan",
+    "family_of",
+    "launch_environment",
+    "load_file",
+    "mismatch",
+    "observe",
+    "read",
+    "render",
+]
 
 
 def family_of(plan: Plan) -> Family:
@@ -49,18 +68,27 @@ def check_plan(plan: Plan, workload: Workload, cluster: Cluster) -> None:
     """
     info, world = STRATEGIES[plan.strategy], cluster.world_size
     if world < info.min_world:
-        raise UserError(f"{plan.strategy} needs at least {info.min_world} GPUs, the cluster has {world}; use single")
+        raise UserError(
+            f"{plan.strategy} needs at least {info.min_world} GPUs, the cluster has {world}; use single"
+        )
     if plan.offload not in info.offloads:
         others = [f"{i.name}" for i in STRATEGIES.values() if plan.offload in i.offloads]
-        raise UserError(f"offload {plan.offload} and {plan.strategy} exclude each other; offload {plan.offload} goes with "
-                        + ", ".join(others))
+        raise UserError(
+            f"offload {plan.offload} and {plan.strategy} exclude each other; offload {plan.offload} goes "
+            "with " + ", ".join(others)
+        )
     if plan.offload != "none" and plan.offload_to not in info.offload_to:
         others = [i.name for i in STRATEGIES.values() if plan.offload_to in i.offload_to]
-        raise UserError(f"offload to {plan.offload_to} and {plan.strategy} exclude each other; it goes with "
-                        + ", ".join(others))
+        raise UserError(
+            f"offload to {plan.offload_to} and {plan.strategy} exclude each other; it goes with "
+            + ", ".join(others)
+        )
     for option in ("bucket", "persist"):
         if getattr(plan, option) is not None and info.family != "zero":
-            raise UserError(f"{option} and {plan.strategy} exclude each other: it is DeepSpeed's, so zero1, zero2 or zero3's")
+            raise UserError(
+                f"{option} and {plan.strategy} exclude each other: it is DeepSpeed's, so zero1, zero2 or "
+                "zero3's"
+            )
     for name, default in _OWN_SETTINGS.items():
         if name != info.family and getattr(plan, name) != default:
             raise UserError(f"settings of {name} and strategy {plan.strategy} exclude each other")
@@ -112,13 +140,17 @@ def read(
     elif engine in _ENGINES:
         family = FAMILIES[_ENGINES[engine]]
     else:
-        raise UserError(f"distributed_type is {content.get('distributed_type')!r}"
-                        + nearest(engine, [*_ENGINES, "MULTI_GPU", "MULTI_CPU"]))
+        raise UserError(
+            f"distributed_type is {content.get('distributed_type')!r}"
+            + nearest(engine, [*_ENGINES, "MULTI_GPU", "MULTI_CPU"])
+        )
     json_content = None
     if family is FAMILIES["zero"]:
         json_content = _deepspeed_content(content, deepspeed, folder)
     elif deepspeed is not None:
-        raise UserError(f"a DeepSpeed config was given, but distributed_type is {engine}; it must be DEEPSPEED")
+        raise UserError(
+            f"a DeepSpeed config was given, but distributed_type is {engine}; it must be DEEPSPEED"
+        )
     found = family.read(content, json_content, hidden_size)
     return _with_recipe(found, recipe or {})
 
@@ -143,10 +175,16 @@ def _deepspeed_content(
     if given is not None:
         return load_file(given)
     # Accelerate looks from where the run is started; a file beside the YAML is meant as often.
-    for place in (Path(str(named)), folder / str(named), *(parent / str(named) for parent in folder.resolve().parents)):
+    for place in (
+        Path(str(named)),
+        folder / str(named),
+        *(parent / str(named) for parent in folder.resolve().parents),
+    ):
         if place.is_file():
             return load_file(place)
-    raise UserError(f"deepspeed_config_file {str(named)!r} does not exist, neither here nor beside the Accelerate file")
+    raise UserError(
+        f"deepspeed_config_file {str(named)!r} does not exist, neither here nor beside the Accelerate file"
+    )
 
 
 def load_file(path: str | Path) -> dict[str, Any]:
@@ -168,7 +206,9 @@ def load_file(path: str | Path) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" line {mark.line + 1}:" if mark is not None else ""
-        raise UserError(f"{str(path)!r} is not YAML:{where} {getattr(error, 'problem', 'syntax error')}") from None
+        raise UserError(
+            f"{str(path)!r} is not YAML:{where} {getattr(error, 'problem', 'syntax error')}"
+        ) from None
     if not isinstance(content, dict):
         raise UserError(f"{str(path)!r} must hold keys and values at its top")
     return content
@@ -187,9 +227,13 @@ def observe(accelerator: Any, model: Any = None) -> Plan:
     engine = str(getattr(accelerator.distributed_type, "value", accelerator.distributed_type)).upper()
     name = "ddp" if engine.startswith("MULTI_") else _ENGINES.get(engine)
     if name is None:
-        raise UserError(f"the running engine is {engine}, which is none of {', '.join(_ENGINES)} or MULTI_GPU")
+        raise UserError(
+            f"the running engine is {engine}, which is none of {', '.join(_ENGINES)} or MULTI_GPU"
+        )
     plan = FAMILIES[name].observe(accelerator)
-    checkpointed = model is not None and any(getattr(m, "gradient_checkpointing", False) for m in model.modules())
+    checkpointed = model is not None and any(
+        getattr(m, "gradient_checkpointing", False) for m in model.modules()
+    )
     return plan.with_(checkpointing="full") if checkpointed and plan.checkpointing == "none" else plan
 
 
@@ -202,4 +246,6 @@ def mismatch(requested: Plan, running: Plan) -> str | None:
     differing = [f for f in fields if getattr(requested, f) != getattr(running, f)]
     if not differing:
         return None
-    return "; ".join(f"{f} {getattr(requested, f)} was asked for, {getattr(running, f)} runs" for f in differing)
+    return "; ".join(
+        f"{f} {getattr(requested, f)} was asked for, {getattr(running, f)} runs" for f in differing
+    )

@@ -1,7 +1,8 @@
-"""What every strategy says of itself, and what it renders to: an Accelerate YAML, a DeepSpeed JSON, a command.
+"""What every strategy says of itself, and what it renders to: an Accelerate YAML, a DeepSpeed JSON, a
+command.
 
-Each family (`single`, `ddp`, `fsdp`, `zero`) fills these types in its `launch.py`; `toolkit.strategies` joins them.
-Nothing here imports torch or accelerate.
+Each family (`single`, `ddp`, `fsdp`, `zero`) fills these types in its `launch.py`; `toolkit.strategies` joins
+them. Nothing here imports torch or accelerate.
 """
 
 from __future__ import annotations
@@ -111,20 +112,28 @@ class LaunchFiles:
         """A shell script that launches the run, with the environment it wants unless the user set another."""
         lines = ["#!/bin/sh", "set -eu"]
         if self.nodes > 1:
-            lines.append(f"# Run this on each of the {self.nodes} nodes: MACHINE_RANK is 0 on the main node, then 1, 2, ...;")
+            lines.append(
+                f"# Run this on each of the {self.nodes} nodes: MACHINE_RANK is 0 on the main node, then "
+                "1, 2, ...;"
+            )
             lines.append("# MAIN_PROCESS_IP is the main node's address on every node.")
             lines.append(': "${MACHINE_RANK:?number of this node, 0 on the main node}"')
             lines.append(': "${MAIN_PROCESS_IP:?address of the main node}"')
         variables = "".join("${" + name + ":-}" for name in ALLOCATOR_VARIABLES)
         lines.append(f'[ -n "{variables}" ] || export {ALLOCATOR_VARIABLES[0]}={ALLOCATOR_SETTING}')
-        words = [f'"{w}"' if w.startswith("$") else shlex.quote(w) for w in self.command(run_dir, script, config)]
+        words = [
+            f'"{w}"' if w.startswith("$") else shlex.quote(w) for w in self.command(run_dir, script, config)
+        ]
         return "\n".join([*lines, "exec " + " ".join(words) + ' "$@"']) + "\n"
 
     def accelerate_yaml(self, deepspeed_path: str | Path = DEEPSPEED_FILE) -> str:
         """The Accelerate file's text; `deepspeed_path` is where the training processes find the JSON."""
         content = dict(self.accelerate)
         if self.deepspeed is not None:
-            content["deepspeed_config"] = {**content["deepspeed_config"], "deepspeed_config_file": str(deepspeed_path)}
+            content["deepspeed_config"] = {
+                **content["deepspeed_config"],
+                "deepspeed_config_file": str(deepspeed_path),
+            }
         return yaml.safe_dump(content, sort_keys=False)
 
     def deepspeed_json(self) -> str | None:
@@ -132,9 +141,11 @@ class LaunchFiles:
         return None if self.deepspeed is None else json.dumps(self.deepspeed, indent=2) + "\n"
 
     def write(self, folder: str | Path) -> list[Path]:
-        """Write `accelerate.yaml` and, for DeepSpeed, `ds_config.json` into a folder, each whole or not at all.
+        """Write `accelerate.yaml` and, for DeepSpeed, `ds_config.json` into a folder, each whole or not at
+        all.
 
-        The path of the JSON inside the YAML is absolute: Accelerate looks for it from wherever a run is started.
+        The path of the JSON inside the YAML is absolute: Accelerate looks for it from wherever a run is
+        started.
 
         Raises:
             UserError: the folder can't be written to.
@@ -143,7 +154,9 @@ class LaunchFiles:
         written = []
         if (text := self.deepspeed_json()) is not None:
             written.append(write_whole(folder / DEEPSPEED_FILE, text))
-        path = write_whole(folder / ACCELERATE_FILE, self.accelerate_yaml((folder / DEEPSPEED_FILE).resolve()))
+        path = write_whole(
+            folder / ACCELERATE_FILE, self.accelerate_yaml((folder / DEEPSPEED_FILE).resolve())
+        )
         return [path, *written]
 
 
@@ -161,7 +174,9 @@ class Family(Protocol):
         """The files of a plan that was checked."""
 
     @staticmethod
-    def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None) -> Found:
+    def read(
+        accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None
+    ) -> Found:
         """The plan of files that ask for this engine."""
 
     @staticmethod
@@ -170,11 +185,11 @@ class Family(Protocol):
 
     @staticmethod
     def canonical(plan: Plan, cluster: Cluster) -> Plan:
-        """The plan as `read` gives it back: one spelling of each thing, and what rendering decides filled in."""
+        """The plan as `read` gives it back: one spelling of each thing, rendering's choices filled in."""
 
 
 def accelerate_base(engine: DistributedType, cluster: Cluster) -> dict[str, Any]:
-    """The keys every Accelerate file has. Precision and accumulation are the recipe's, so they are not here."""
+    """The keys every Accelerate file has; precision and accumulation are the recipe's, not the file's."""
     content: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": engine,
@@ -188,7 +203,7 @@ def accelerate_base(engine: DistributedType, cluster: Cluster) -> dict[str, Any]
 
 
 def launch_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables to add to a training process's environment before torch is imported: none the user has set."""
+    """Variables that a training process wants before it imports torch, where the user has set none."""
     if any(environ.get(name) for name in ALLOCATOR_VARIABLES):
         return {}
     return {ALLOCATOR_VARIABLES[0]: ALLOCATOR_SETTING}

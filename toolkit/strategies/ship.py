@@ -9,19 +9,30 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from toolkit.specs import Cluster, Gpu, Plan, Workload, ZeroSettings
+from toolkit.specs.plan import Offload, OffloadTo, StrategyName
 from toolkit.strategies import STRATEGIES, render
 from toolkit.strategies.base import LaunchFiles, write_whole
 from toolkit.strategies.zero.files import NVME_PATH
 
 ACCELERATE_FOLDER, DEEPSPEED_FOLDER = "recipes/accelerate", "ds_configs"
 BUCKET = 50_000_000
-"""Elements of DeepSpeed's buckets: 100 MB in 16 bit, large enough for full bandwidth, a tenth of DeepSpeed's default."""
+"""Elements of DeepSpeed's buckets: 100 MB in 16 bit, large enough for full bandwidth, a tenth of DeepSpeed's
+default."""
 PERSIST = 100_000
 """Elements: norms and biases stay whole on every rank, matrices are split."""
 SUB_GROUP = 100_000_000
 """Elements that ZeRO-3 steps at a time: 0.4 GB of fp32 gradients at once, a tenth of DeepSpeed's default."""
-_ANY = Gpu(name="any", memory=1, bf16_flops=None, fp16_flops=None, fp32_flops=1.0, bandwidth=1.0, link="nvlink",
-           link_bandwidth=1.0, pcie_bandwidth=1.0)
+_ANY = Gpu(
+    name="any",
+    memory=1,
+    bf16_flops=None,
+    fp16_flops=None,
+    fp32_flops=1.0,
+    bandwidth=1.0,
+    link="nvlink",
+    link_bandwidth=1.0,
+    pcie_bandwidth=1.0,
+)
 """Launch files are the same for every GPU."""
 
 
@@ -47,19 +58,31 @@ class Shipped:
     def accelerate_text(self) -> str:
         """The YAML with its comment."""
         number = "" if self.plan.strategy == "single" else " --num_processes N"
-        comment = [f"# {self.name}: {STRATEGIES[self.plan.strategy].summary}.", f"# Use it when {self.when}.",
-                   f"# accelerate launch --config_file {ACCELERATE_FOLDER}/{self.name}.yaml{number} "
-                   "recipes/train.py --config CONFIG.yaml"]
+        comment = [
+            f"# {self.name}: {STRATEGIES[self.plan.strategy].summary}.",
+            f"# Use it when {self.when}.",
+            f"# accelerate launch --config_file {ACCELERATE_FOLDER}/{self.name}.yaml{number} "
+            "recipes/train.py --config CONFIG.yaml",
+        ]
         if self.plan.strategy == "hsdp":
-            comment.append("# dp_replicate_size x dp_shard_size is the number of processes: dp_shard_size GPUs share a copy.")
+            comment.append(
+                "# dp_replicate_size x dp_shard_size is the number of processes: dp_shard_size GPUs "
+                "share a copy."
+            )
         return "\n".join(comment) + "\n" + self.files.accelerate_yaml(f"{DEEPSPEED_FOLDER}/{self.name}.json")
 
 
-def _zero(strategy: str, offload: str = "none", to: str = "cpu") -> Plan:
+def _zero(strategy: StrategyName, offload: Offload = "none", to: OffloadTo = "cpu") -> Plan:
     stage3 = strategy == "zero3"
     settings = ZeroSettings(sub_group_size=SUB_GROUP if stage3 else None, overlap_comm=True)
-    return Plan(strategy=strategy, offload=offload, offload_to=to, bucket=BUCKET, persist=PERSIST if stage3 else None,  # type: ignore[arg-type]
-                zero=settings)
+    return Plan(
+        strategy=strategy,
+        offload=offload,
+        offload_to=to,
+        bucket=BUCKET,
+        persist=PERSIST if stage3 else None,
+        zero=settings,
+    )
 
 
 _HOST = "the GPUs can't hold it but the host's memory can"
@@ -72,16 +95,32 @@ SHIPPED: tuple[Shipped, ...] = (
     Shipped(Plan(strategy="fsdp"), 2, STRATEGIES["fsdp"].when),
     Shipped(_zero("zero3"), 2, STRATEGIES["zero3"].when),
     Shipped(Plan(strategy="hsdp", shard_size=2), 4, STRATEGIES["hsdp"].when),
-    Shipped(_zero("zero1", "optimizer"), 2, f"{_HOST}: optimizer state and step on the host, the rest as zero1"),
+    Shipped(
+        _zero("zero1", "optimizer"), 2, f"{_HOST}: optimizer state and step on the host, the rest as zero1"
+    ),
     Shipped(_zero("zero2", "optimizer"), 2, f"{_HOST}: optimizer state, gradients and step on the host"),
-    Shipped(_zero("zero3", "optimizer"), 2, f"{_HOST}: optimizer state and step on the host, parameters split over GPUs"),
-    Shipped(Plan(strategy="fsdp", offload="all"), 2, f"{_HOST}: parameters, gradients and step on the host, by FSDP2"),
+    Shipped(
+        _zero("zero3", "optimizer"),
+        2,
+        f"{_HOST}: optimizer state and step on the host, parameters split over GPUs",
+    ),
+    Shipped(
+        Plan(strategy="fsdp", offload="all"),
+        2,
+        f"{_HOST}: parameters, gradients and step on the host, by FSDP2",
+    ),
     Shipped(_zero("zero3", "all"), 2, f"{_HOST}: parameters, gradients and step on the host, by DeepSpeed"),
-    Shipped(_zero("zero3", "optimizer", "nvme"), 2,
-            f"the host can't hold the optimizer either, but an NVMe disk at {NVME_PATH} can"),
-    Shipped(_zero("zero3", "all", "nvme"), 2,
-            f"the host can't hold the model either, but an NVMe disk at {NVME_PATH} can: the last resort, and slow"),
-)  # fmt: skip
+    Shipped(
+        _zero("zero3", "optimizer", "nvme"),
+        2,
+        f"the host can't hold the optimizer either, but an NVMe disk at {NVME_PATH} can",
+    ),
+    Shipped(
+        _zero("zero3", "all", "nvme"),
+        2,
+        f"the host can't hold the model either, but an NVMe disk at {NVME_PATH} can: last and slowest",
+    ),
+)
 
 
 def texts() -> dict[str, str]:
@@ -109,22 +148,24 @@ def _table(ending: str) -> list[str]:
 def _accelerate_readme() -> str:
     text = f"""# How a run is spread
 
-Each file is one strategy, lightest first. They hold no hyperparameter: what is trained stands in the recipe's own
-configuration, precision, accumulation and clipping too. The same file serves GPUs and a rehearsal on a machine without
-any. Start them from the root of the repository:
+Each file is one strategy, lightest first. They hold no hyperparameter: what is trained stands in
+the recipe's own configuration, precision, accumulation and clipping too. The same file serves GPUs
+and a rehearsal on a machine without any. Start them from the root of the repository:
 
 ```
-accelerate launch --config_file {ACCELERATE_FOLDER}/fsdp.yaml --num_processes 8 recipes/train.py --config CONFIG.yaml
+accelerate launch --config_file {ACCELERATE_FOLDER}/fsdp.yaml --num_processes 8 \\
+  recipes/train.py --config CONFIG.yaml
 ```
 
-`--num_processes` is the number of GPUs of all machines together; without it the files start two processes (`single`
-one, `hsdp` four). `toolkit recommend MODEL --write RUN` writes such a file for your model and your machines, with
-buckets that fit and the number of processes filled in; that is better than any of these wherever it can be had.
+`--num_processes` is the number of GPUs of all machines together; without it the files start two
+processes (`single` one, `hsdp` four). `toolkit recommend MODEL --write RUN` writes such a file for
+your model and your machines, with buckets that fit and the number of processes filled in; that is
+better than any of these wherever it can be had.
 
 {{table}}
 
-Offload needs a C++ compiler once, for DeepSpeed's CPU Adam, and NVMe the library libaio. Files that offload to NVMe
-name the folder `{NVME_PATH}` in `{DEEPSPEED_FOLDER}`: put your own disk there.
+Offload needs a C++ compiler once, for DeepSpeed's CPU Adam, and NVMe the library libaio. Files that
+offload to NVMe name the folder `{NVME_PATH}` in `{DEEPSPEED_FOLDER}`: put your own disk there.
 
 A script of your own that does not set its precision takes it from `--mixed_precision bf16`.
 
@@ -136,17 +177,20 @@ A script of your own that does not set its precision takes it from `--mixed_prec
 def _deepspeed_readme() -> str:
     text = f"""# DeepSpeed configurations
 
-The JSON files that `{ACCELERATE_FOLDER}/NAME.yaml` of the same name point at. They also work as `deepspeed=` of a
-Hugging Face Trainer.
+The JSON files that `{ACCELERATE_FOLDER}/NAME.yaml` of the same name point at. They also work as
+`deepspeed=` of a Hugging Face Trainer.
 
 {{table}}
 
-- `"auto"` stands only where the recipe (or the Trainer) decides and fills in: batch sizes, accumulation, clipping and
-  precision. Nothing else may be `"auto"`: it would stay a word and fail late; `toolkit check` finds it.
-- Buckets of {BUCKET:,} elements take 100 MB each in 16 bit. DeepSpeed's own default of 500,000,000 takes 1 GB, twice
-  with `overlap_comm`, whatever the size of the model.
-- `stage3_param_persistence_threshold`: parameters of up to {PERSIST:,} elements (norms, biases) stay whole.
-- `sub_group_size`: ZeRO-3 steps {SUB_GROUP:,} elements at a time, with 0.4 GB of fp32 gradients at once.
+- `"auto"` stands only where the recipe (or the Trainer) decides and fills in: batch sizes,
+  accumulation, clipping and precision. Nothing else may be `"auto"`: it would stay a word and fail
+  late; `toolkit check` finds it.
+- Buckets of {BUCKET:,} elements take 100 MB each in 16 bit. DeepSpeed's own default of 500,000,000
+  takes 1 GB, twice with `overlap_comm`, whatever the size of the model.
+- `stage3_param_persistence_threshold`: parameters of up to {PERSIST:,} elements (norms, biases)
+  stay whole.
+- `sub_group_size`: ZeRO-3 steps {SUB_GROUP:,} elements at a time, with 0.4 GB of fp32 gradients at
+  once.
 - `stage3_gather_16bit_weights_on_model_save`: without it saving the model fails after the training.
 - `{NVME_PATH}` is a place holder for the folder of your NVMe disk.
 

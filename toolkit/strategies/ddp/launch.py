@@ -1,7 +1,7 @@
 """torch DistributedDataParallel: Accelerate's distributed type MULTI_GPU.
 
-Accelerate's file has no keys for DDP's own settings; a script passes them as DistributedDataParallelKwargs. They are
-read back from a live Accelerator only.
+Accelerate's file has no keys for DDP's own settings; a script passes them as DistributedDataParallelKwargs.
+They are read back from a live Accelerator only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ STRATEGIES = (
 DEFAULTS = DdpSettings(
     bucket_cap_mb=25, gradient_as_bucket_view=False, find_unused_parameters=False, static_graph=False
 )
-"""torch/nn/parallel/distributed.py, and the same in Accelerate's DistributedDataParallelKwargs. Bucket in MiB."""
+"""torch/nn/parallel/distributed.py, and the same in Accelerate's DistributedDataParallelKwargs. Bucket in
+MiB."""
 
 
 def effective(plan: Plan) -> DdpSettings:
@@ -58,18 +59,22 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
     """
     changed = [name for name, value in vars(plan.ddp).items() if value not in (None, getattr(DEFAULTS, name))]
     if changed:
-        raise UserError(f"ddp {', '.join(changed)} can't be written to an Accelerate file, which has no key for it; pass "
-                        "DistributedDataParallelKwargs to the Accelerator in the script")
+        raise UserError(
+            f"ddp {', '.join(changed)} can't be written to an Accelerate file, which has no key for it; pass "
+            "DistributedDataParallelKwargs to the Accelerator in the script"
+        )
     content = accelerate_base("MULTI_GPU", cluster)
     if section := parallel.render(plan, workload, cluster):
         content["parallelism_config"] = section
     return LaunchFiles(plan=plan, accelerate=content, recipe=recipe_keys(plan), nodes=cluster.nodes)
 
 
-def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None) -> Found:
+def read(
+    accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None
+) -> Found:
     """The plan of a file of distributed type MULTI_GPU (or its kin for other devices)."""
     return Found(
-        plan=Plan(strategy="ddp", **parallel.degrees(parallel.read(accelerate))),
+        plan=parallel.with_degrees(Plan(strategy="ddp"), parallel.read(accelerate)),
         precision=mixed_precision(accelerate),
         processes=processes(accelerate),
         nodes=as_int(accelerate.get("num_machines", 1), "num_machines"),
@@ -81,7 +86,8 @@ def observe(accelerator: Any) -> Plan:
     handler = getattr(accelerator, "ddp_handler", None)
     stated = {name: getattr(handler, name) for name in vars(DEFAULTS) if hasattr(handler, name)}
     changed = {name: value for name, value in stated.items() if value != getattr(DEFAULTS, name)}
-    return Plan(strategy="ddp", ddp=DdpSettings(**changed), **parallel.degrees(parallel.observe(accelerator)))
+    plan = Plan(strategy="ddp", ddp=DdpSettings(**changed))
+    return parallel.with_degrees(plan, parallel.observe(accelerator))
 
 
 def canonical(plan: Plan, cluster: Cluster) -> Plan:

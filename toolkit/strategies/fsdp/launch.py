@@ -32,7 +32,10 @@ STRATEGIES = (
         family="fsdp",
         engine="FSDP",
         summary="FSDP2: parameters, gradients and optimizer sharded; each layer gathered when it is used",
-        when="the model does not fit on one GPU and the GPUs talk fast: the most memory saved without DeepSpeed",
+        when=(
+            "the model does not fit on one GPU and the GPUs talk fast: the most memory saved without "
+            "DeepSpeed"
+        ),
         shards=("parameters", "gradients", "optimizer"),
         offloads=("none", "all"),
         offload_to=("cpu",),
@@ -56,7 +59,10 @@ STRATEGIES = (
         family="fsdp",
         engine="FSDP",
         summary="FSDP2 inside groups of GPUs, copies between the groups",
-        when="a slow network joins the nodes and the GPUs of one node hold the model: gathering stays inside the node",
+        when=(
+            "a slow network joins the nodes and the GPUs of one node hold the model: gathering stays "
+            "inside the node"
+        ),
         shards=("parameters", "gradients", "optimizer"),
         min_world=2,
         offloads=("none", "all"),
@@ -70,15 +76,22 @@ STRATEGIES = (
 WRAPS: dict[str, Literal["transformer", "size", "none"]] = {
     "TRANSFORMER_BASED_WRAP": "transformer", "SIZE_BASED_WRAP": "size", "NO_WRAP": "none",
 }  # fmt: skip
-STATE_DICTS: dict[str, Literal["sharded", "full"]] = {"SHARDED_STATE_DICT": "sharded", "FULL_STATE_DICT": "full"}
+STATE_DICTS: dict[str, Literal["sharded", "full"]] = {
+    "SHARDED_STATE_DICT": "sharded",
+    "FULL_STATE_DICT": "full",
+}
 SHARDING = ("FULL_SHARD", "SHARD_GRAD_OP", "NO_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_ZERO2")
 """FSDP1's strategies in the order of their numbers, 1 to 5 (accelerate/utils/constants.py)."""
 MIN_NUM_PARAMS = 100_000_000
 """The launcher's default of `--fsdp_min_num_params`, parameters."""
 DEFAULTS = FsdpSettings(
-    version=2, wrap="transformer", sync_each_micro_batch=False, ram_efficient_loading=True, state_dict="sharded",
+    version=2,
+    wrap="transformer",
+    sync_each_micro_batch=False,
+    ram_efficient_loading=True,
+    state_dict="sharded",
     min_num_params=MIN_NUM_PARAMS,
-)  # fmt: skip
+)
 """What runs where a plan says nothing, through `accelerate launch`."""
 
 
@@ -91,10 +104,15 @@ def effective(plan: Plan) -> FsdpSettings:
 def check(plan: Plan, workload: Workload, cluster: Cluster) -> None:
     """Refuse what FSDP2 can't shard. Raises UserError."""
     if "8bit" in workload.optimizer:
-        raise UserError(f"optimizer {workload.optimizer} and {plan.strategy} exclude each other: bitsandbytes does not step "
-                        "sharded tensors; use adamw, or zero2 with the 8-bit optimizer")
+        raise UserError(
+            f"optimizer {workload.optimizer} and {plan.strategy} exclude each other: bitsandbytes does "
+            "not step "
+            "sharded tensors; use adamw, or zero2 with the 8-bit optimizer"
+        )
     if plan.shard_size is not None and plan.strategy != "hsdp":
-        raise UserError(f"shard-size {plan.shard_size} and {plan.strategy} exclude each other: groups are hsdp's")
+        raise UserError(
+            f"shard-size {plan.shard_size} and {plan.strategy} exclude each other: groups are hsdp's"
+        )
     if plan.strategy == "hsdp":
         parallel.check_shards(plan, cluster)
 
@@ -107,7 +125,9 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
     """
     settings = plan.fsdp
     if settings.version != 2:
-        raise UserError("FSDP version 1 is not written: torch has deprecated it; use version 2 (`fsdp_version: 2`)")
+        raise UserError(
+            "FSDP version 1 is not written: torch has deprecated it; use version 2 (`fsdp_version: 2`)"
+        )
     section: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": plan.strategy != "fsdp-grad",
@@ -122,7 +142,9 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
     # Spelled out although it is the launcher's default: it decides how much host memory loading takes.
     section["fsdp_cpu_ram_efficient_loading"] = effective(plan).ram_efficient_loading
     if settings.state_dict is not None:
-        section["fsdp_state_dict_type"] = {kind: name for name, kind in STATE_DICTS.items()}[settings.state_dict]
+        section["fsdp_state_dict_type"] = {kind: name for name, kind in STATE_DICTS.items()}[
+            settings.state_dict
+        ]
     content = {**accelerate_base("FSDP", cluster), "fsdp_config": section}
     if degrees := parallel.render(plan, workload, cluster):
         content["parallelism_config"] = degrees
@@ -153,7 +175,8 @@ def sharding_of(section: Mapping[str, Any], version: int) -> str:
     if version == 2:
         value = section.get("fsdp_reshard_after_forward", True)
         return "FULL_SHARD" if as_bool(value, "fsdp_reshard_after_forward") else "SHARD_GRAD_OP"
-    # With version 1 the launcher always sends fsdp_sharding_strategy, so fsdp_reshard_after_forward is never read.
+    # With version 1 the launcher always sends fsdp_sharding_strategy, so fsdp_reshard_after_forward is never
+    # read.
     value = str(section.get("fsdp_sharding_strategy", "FULL_SHARD")).upper()
     if value.isdigit() and 1 <= int(value) <= len(SHARDING):
         return SHARDING[int(value) - 1]
@@ -178,11 +201,15 @@ def _settings(section: Mapping[str, Any], version: Literal[1, 2]) -> FsdpSetting
         min_num_params=None if minimum is None else as_int(minimum, "fsdp_min_num_params"),
         ram_efficient_loading=loading,
         # The state dict follows the version where the file is silent: full for 1, sharded for 2.
-        state_dict=STATE_DICTS[str(state).upper()] if state is not None else ("full" if version == 1 else None),
+        state_dict=STATE_DICTS[str(state).upper()]
+        if state is not None
+        else ("full" if version == 1 else None),
     )
 
 
-def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None) -> Found:
+def read(
+    accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None
+) -> Found:
     """The plan of a file of distributed type FSDP, version 1 or 2.
 
     Raises:
@@ -203,24 +230,44 @@ def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hid
     if sizes["dp_replicate_size"] > 1:
         strategy, shard = "hsdp", sizes["dp_shard_size"]
         if sharding == "SHARD_GRAD_OP":
-            notes.append("groups that keep layers gathered from forward to backward are taken as hsdp, which re-gathers")
+            notes.append(
+                "groups that keep layers gathered from forward to backward are taken as hsdp, which "
+                "re-gathers"
+            )
     elif sharding.startswith("HYBRID"):
         # FSDP1 shards inside a node.
         strategy, shard = "hsdp", None if count is None else max(1, count // nodes)
     elif sharding == "NO_SHARD":
         notes.append("FSDP without sharding is taken as ddp")
-        return Found(plan=Plan(strategy="ddp"), precision=mixed_precision(accelerate), processes=count, nodes=nodes,
-                     notes=tuple(notes))
+        return Found(
+            plan=Plan(strategy="ddp"),
+            precision=mixed_precision(accelerate),
+            processes=count,
+            nodes=nodes,
+            notes=tuple(notes),
+        )
     offloaded = as_bool(section.get("fsdp_offload_params", False), "fsdp_offload_params")
-    checkpointing = as_bool(section.get("fsdp_activation_checkpointing", False), "fsdp_activation_checkpointing")
-    if as_bool(section.get("fsdp_activation_checkpointing_offload", False), "fsdp_activation_checkpointing_offload"):
+    checkpointing = as_bool(
+        section.get("fsdp_activation_checkpointing", False), "fsdp_activation_checkpointing"
+    )
+    if as_bool(
+        section.get("fsdp_activation_checkpointing_offload", False), "fsdp_activation_checkpointing_offload"
+    ):
         notes.append("offload of checkpointed activations to the host is not modelled")
+    plan = Plan(
+        strategy=strategy,
+        offload="all" if offloaded else "none",
+        shard_size=shard,
+        checkpointing="full" if checkpointing else "none",
+        fsdp=_settings(section, version),
+    )
     return Found(
-        plan=Plan(strategy=strategy, offload="all" if offloaded else "none", shard_size=shard,
-                  checkpointing="full" if checkpointing else "none", fsdp=_settings(section, version),
-                  **parallel.degrees(sizes)),
-        precision=mixed_precision(accelerate), processes=count, nodes=nodes, notes=tuple(notes),
-    )  # fmt: skip
+        plan=parallel.with_degrees(plan, sizes),
+        precision=mixed_precision(accelerate),
+        processes=count,
+        nodes=nodes,
+        notes=tuple(notes),
+    )
 
 
 def observe(accelerator: Any) -> Plan:
@@ -249,14 +296,14 @@ def observe(accelerator: Any) -> Plan:
         ram_efficient_loading=bool(plugin.cpu_ram_efficient_loading),
         state_dict=STATE_DICTS.get(str(state)),
     )
-    return Plan(
+    plan = Plan(
         strategy="hsdp" if hybrid else "fsdp-grad" if grad_only else "fsdp",
         offload="all" if offloaded else "none",
         checkpointing="full" if plugin.activation_checkpointing else "none",
         shard_size=sizes["dp_shard_size"] if hybrid else None,
         fsdp=settings,
-        **parallel.degrees(sizes),
     )
+    return parallel.with_degrees(plan, sizes)
 
 
 def canonical(plan: Plan, cluster: Cluster) -> Plan:

@@ -1,8 +1,8 @@
 """Degrees across a strategy, as Accelerate's ParallelismConfig takes them: tp, cp, sp and the sharding mesh.
 
-Facts from accelerate 1.15, `accelerate/parallelism_config.py`: the sizes multiply to the number of processes; context
-and sequence parallelism exclude each other; tensor and context parallelism do not go with replication alone (DDP);
-FSDP2 needs `dp_shard` or `cp` to shard over; sequence parallelism (Ulysses) is DeepSpeed's.
+Facts from accelerate 1.15, `accelerate/parallelism_config.py`: the sizes multiply to the number of processes;
+context and sequence parallelism exclude each other; tensor and context parallelism do not go with replication
+alone (DDP); FSDP2 needs `dp_shard` or `cp` to shard over; sequence parallelism (Ulysses) is DeepSpeed's.
 """
 
 from __future__ import annotations
@@ -49,19 +49,29 @@ def check(plan: Plan, workload: Workload, cluster: Cluster, axes: tuple[str, ...
     world = cluster.world_size
     for axis in ("tp", "cp", "sp"):
         if getattr(plan, axis) > 1 and axis not in axes:
-            raise UserError(f"{axis} {getattr(plan, axis)} and {plan.strategy} exclude each other; {_HOMES[axis]}")
+            raise UserError(
+                f"{axis} {getattr(plan, axis)} and {plan.strategy} exclude each other; {_HOMES[axis]}"
+            )
     if plan.cp > 1 and plan.sp > 1:
-        raise UserError(f"cp {plan.cp} and sp {plan.sp} exclude each other: both split the sequence; set one of them to 1")
+        raise UserError(
+            f"cp {plan.cp} and sp {plan.sp} exclude each other: both split the sequence; set one of them to 1"
+        )
     degrees = plan.tp * plan.cp * plan.sp
     if world % degrees:
         named = " x ".join(f"{axis} {n}" for axis in ("tp", "cp", "sp") if (n := getattr(plan, axis)) > 1)
-        raise UserError(f"{named} does not divide {world} GPUs; the product of the degrees must be a divisor of {world}")
+        raise UserError(
+            f"{named} does not divide {world} GPUs; the product of the degrees must be a divisor of {world}"
+        )
     if plan.tp > 1 and plan.strategy == "ddp" and plan.tp != world:
-        raise UserError(f"tp {plan.tp} and ddp over {world} GPUs exclude each other: Accelerate does not replicate a "
-                        f"tensor-parallel model; use fsdp, or tp {world}")
+        raise UserError(
+            f"tp {plan.tp} and ddp over {world} GPUs exclude each other: Accelerate does not replicate a "
+            f"tensor-parallel model; use fsdp, or tp {world}"
+        )
     if plan.tp > 1 and plan.strategy in ("fsdp", "fsdp-grad", "hsdp") and degrees == world and plan.cp == 1:
-        raise UserError(f"tp {plan.tp} takes all {world} GPUs and leaves {plan.strategy} none to shard over; use ddp, or "
-                        "a smaller tp")
+        raise UserError(
+            f"tp {plan.tp} takes all {world} GPUs and leaves {plan.strategy} none to shard over; use ddp, or "
+            "a smaller tp"
+        )
     _check_sequence(plan, workload, cluster)
 
 
@@ -75,23 +85,32 @@ _HOMES = {
 def _check_sequence(plan: Plan, workload: Workload, cluster: Cluster) -> None:
     if plan.cp > 1:
         if workload.attention != "sdpa":
-            raise UserError(f"cp {plan.cp} and attention {workload.attention} exclude each other: torch splits the sequence "
-                            "of its sdpa kernels only; use attention sdpa")
+            raise UserError(
+                f"cp {plan.cp} and attention {workload.attention} exclude each other: torch splits the "
+                "sequence "
+                "of its sdpa kernels only; use attention sdpa"
+            )
         if cluster.gpu.is_cpu:
-            raise UserError(f"cp {plan.cp} and gpu cpu exclude each other: the CPU's attention kernel has no rule for "
-                            "split sequences")
+            raise UserError(
+                f"cp {plan.cp} and gpu cpu exclude each other: the CPU's attention kernel has no rule for "
+                "split sequences"
+            )
         # Each rank takes one chunk from either end, so that causal attention is shared evenly.
         _check_divides(workload.seq_len, 2 * plan.cp, f"cp {plan.cp}")
     if plan.sp > 1:
         if workload.attention == "eager":
-            raise UserError(f"sp {plan.sp} and attention eager exclude each other; use attention sdpa or flash")
+            raise UserError(
+                f"sp {plan.sp} and attention eager exclude each other; use attention sdpa or flash"
+            )
         _check_divides(workload.seq_len, plan.sp, f"sp {plan.sp}")
 
 
 def _check_divides(seq_len: int, by: int, axis: str) -> None:
     if seq_len % by:
         near = max(by, seq_len // by * by)
-        raise UserError(f"seq-len {seq_len} can't be split for {axis}: it must be a multiple of {by}, such as {near}")
+        raise UserError(
+            f"seq-len {seq_len} can't be split for {axis}: it must be a multiple of {by}, such as {near}"
+        )
 
 
 def check_shards(plan: Plan, cluster: Cluster) -> None:
@@ -102,14 +121,23 @@ def check_shards(plan: Plan, cluster: Cluster) -> None:
     """
     ranks, size = data_parallel(plan, cluster), shard_size(plan, cluster)
     if size > ranks:
-        raise UserError(f"shard-size {size} is more than the {ranks} data-parallel ranks; use a divisor of {ranks}")
+        raise UserError(
+            f"shard-size {size} is more than the {ranks} data-parallel ranks; use a divisor of {ranks}"
+        )
     if ranks % size:
-        raise UserError(f"shard-size {size} does not divide {ranks} data-parallel ranks; use a divisor of {ranks}")
+        raise UserError(
+            f"shard-size {size} does not divide {ranks} data-parallel ranks; use a divisor of {ranks}"
+        )
     if size == ranks:
-        raise UserError(f"hsdp with one group of {size} is fsdp; use fsdp, or groups smaller than the {ranks} ranks (more "
-                        "nodes, or a shard-size)")
+        raise UserError(
+            f"hsdp with one group of {size} is fsdp; use fsdp, or groups smaller than the {ranks} ranks "
+            "(more "
+            "nodes, or a shard-size)"
+        )
     if size < 2 and plan.cp == 1:
-        raise UserError(f"hsdp with one rank in a group shards nothing; use ddp, or a shard-size above 1 on {ranks} ranks")
+        raise UserError(
+            f"hsdp with one rank in a group shards nothing; use ddp, or a shard-size above 1 on {ranks} ranks"
+        )
 
 
 def render(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
@@ -119,8 +147,13 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> dict[str, Any]:
     ranks, size = data_parallel(plan, cluster), shard_size(plan, cluster)
     if plan.strategy == "ddp":
         size = 1
-    section = {"dp_replicate_size": ranks // size, "dp_shard_size": size, "tp_size": plan.tp, "cp_size": plan.cp,
-               "sp_size": plan.sp}
+    section = {
+        "dp_replicate_size": ranks // size,
+        "dp_shard_size": size,
+        "tp_size": plan.tp,
+        "cp_size": plan.cp,
+        "sp_size": plan.sp,
+    }
     content: dict[str, Any] = {PREFIX + key: value for key, value in section.items()}
     if plan.sp > 1:
         kernel = "flash_attention_2" if workload.attention == "flash" else "sdpa"
@@ -143,9 +176,9 @@ def read(accelerate: Mapping[str, Any]) -> dict[str, int]:
     return sizes
 
 
-def degrees(sizes: Mapping[str, int]) -> dict[str, int]:
-    """The plan's fields of those sizes."""
-    return {"tp": sizes["tp_size"], "cp": sizes["cp_size"], "sp": sizes["sp_size"]}
+def with_degrees(plan: Plan, sizes: Mapping[str, int]) -> Plan:
+    """The plan with the degrees of those sizes."""
+    return plan.with_(tp=sizes["tp_size"], cp=sizes["cp_size"], sp=sizes["sp_size"])
 
 
 def observe(accelerator: Any) -> dict[str, int]:

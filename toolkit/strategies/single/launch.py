@@ -7,7 +7,14 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.specs import Cluster, Plan, Workload
-from toolkit.strategies.base import Found, LaunchFiles, StrategyInfo, accelerate_base, mixed_precision, recipe_keys
+from toolkit.strategies.base import (
+    Found,
+    LaunchFiles,
+    StrategyInfo,
+    accelerate_base,
+    mixed_precision,
+    recipe_keys,
+)
 
 STRATEGIES = (
     StrategyInfo(
@@ -23,8 +30,10 @@ STRATEGIES = (
 def check(plan: Plan, workload: Workload, cluster: Cluster) -> None:
     """One process has no use for other GPUs. Raises UserError."""
     if cluster.world_size > 1:
-        raise UserError(f"single and {cluster.world_size} GPUs exclude each other: single is one process; use ddp or "
-                        "another strategy, or one GPU")
+        raise UserError(
+            f"single and {cluster.world_size} GPUs exclude each other: single is one process; use ddp or "
+            "another strategy, or one GPU"
+        )
 
 
 def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
@@ -32,7 +41,9 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
     return LaunchFiles(plan=plan, accelerate=accelerate_base("NO", cluster), recipe=recipe_keys(plan))
 
 
-def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None) -> Found:
+def read(
+    accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None
+) -> Found:
     """The plan of a file of distributed type NO, or with one CPU process."""
     return Found(plan=Plan(strategy="single"), precision=mixed_precision(accelerate), processes=1)
 

@@ -1,8 +1,8 @@
 """DeepSpeed's own defaults, read from the source of the installed version.
 
-Importing DeepSpeed takes a second, probes the machine and prints to stdout, so the values are read from its source text
-instead; without DeepSpeed, or with one whose source reads otherwise, those of 0.19.8 hold. A test compares them with the
-real configuration class.
+Importing DeepSpeed takes a second, probes the machine and prints to stdout, so the values are read from its
+source text instead; without DeepSpeed, or with one whose source reads otherwise, those of 0.19.8 hold. A test
+compares them with the real configuration class.
 """
 
 from __future__ import annotations
@@ -29,10 +29,13 @@ KNOWN: Mapping[str, Any] = MappingProxyType({
     "stage3_gather_16bit_weights_on_model_save": False,
     "pin_memory": True,
 })  # fmt: skip
-"""deepspeed 0.19.8, deepspeed/runtime/zero/config.py and offload_config.py. Sizes in elements; `overlap_comm` None:
-true for stage 3, false below. `pin_memory` is that of both offload sections."""
+"""deepspeed 0.19.8, deepspeed/runtime/zero/config.py and offload_config.py. Sizes in elements; `overlap_comm`
+None: true for stage 3, false below. `pin_memory` is that of both offload sections."""
 
-_CLASSES = {"zero/config.py": ("DeepSpeedZeroConfig",), "zero/offload_config.py": ("DeepSpeedZeroOffloadOptimizerConfig",)}
+_CLASSES = {
+    "zero/config.py": ("DeepSpeedZeroConfig",),
+    "zero/offload_config.py": ("DeepSpeedZeroOffloadOptimizerConfig",),
+}
 
 
 @functools.cache
@@ -55,7 +58,8 @@ def engine_defaults() -> Mapping[str, Any]:
 
 
 def _fields(node: ast.ClassDef) -> list[tuple[str, Any]]:
-    """(JSON key, default) of each annotated field whose default is plain: a literal, or `Field(literal, alias=...)`."""
+    """(JSON key, default) of each annotated field whose default is plain: a literal, or `Field(literal,
+    alias=...)`."""
     fields = []
     for item in node.body:
         if not isinstance(item, ast.AnnAssign) or not isinstance(item.target, ast.Name) or item.value is None:
@@ -73,5 +77,12 @@ def _fields(node: ast.ClassDef) -> list[tuple[str, Any]]:
                 value = value.args[0]
         if isinstance(value, ast.Constant):
             number = value.value
-            fields.append((name, int(number) if isinstance(number, float) and number.is_integer() and number > 1 else number))
+            fields.append(
+                (
+                    name,
+                    int(number)
+                    if isinstance(number, float) and number.is_integer() and number > 1
+                    else number,
+                )
+            )
     return fields

@@ -1,4 +1,5 @@
-"""A plan read back from a DeepSpeed JSON, from `deepspeed_config` of an Accelerate file, or from a live Accelerator."""
+"""A plan read back from a DeepSpeed JSON, from `deepspeed_config` of an Accelerate file, or from a live
+Accelerator."""
 
 from __future__ import annotations
 
@@ -30,24 +31,34 @@ SETTINGS: dict[str, str] = {
 """ZeroSettings' fields by their key in `zero_optimization`."""
 PERSIST = "stage3_param_persistence_threshold"
 FLAGS = ("overlap_comm", "contiguous_gradients", "round_robin_gradients", "gather_16bit_on_save")
-UNMODELLED = ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients", "zenflow",
-              "zero_quantized_nontrainable_weights", "stage3_model_persistence_threshold", "stage3_allgather_sequential",
-              "stage3_module_granularity_threshold")  # fmt: skip
+UNMODELLED = (
+    "zero_hpz_partition_size",
+    "zero_quantized_weights",
+    "zero_quantized_nontrainable_weights",
+    "zero_quantized_gradients",
+    "zenflow",
+    "stage3_model_persistence_threshold",
+    "stage3_allgather_sequential",
+    "stage3_module_granularity_threshold",
+)
 """Keys of `zero_optimization` that change memory and that a Plan has no word for."""
 
 
 def auto_sizes(hidden_size: int) -> dict[str, int]:
     """What Accelerate puts for "auto" (accelerator.py, `_prepare_deepspeed`), elements by JSON key."""
     square = hidden_size * hidden_size
-    return {"reduce_bucket_size": square, "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-            PERSIST: 10 * hidden_size}
+    return {
+        "reduce_bucket_size": square,
+        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
+        PERSIST: 10 * hidden_size,
+    }
 
 
 def hidden_size_of(config: Mapping[str, Any]) -> int | None:
     """The width that "auto" sizes are made from, out of a model's config.json.
 
-    Multimodal configs keep it under their text model, some vision models have a list of widths: the largest counts.
-    T5 calls it `d_model`, GPT-2 `n_embd`. None: the config names no width.
+    Multimodal configs keep it under their text model, some vision models have a list of widths: the largest
+    counts. T5 calls it `d_model`, GPT-2 `n_embd`. None: the config names no width.
     """
     for key in ("hidden_size", "d_model", "n_embd", "dim"):
         if isinstance(config.get(key), int):
@@ -70,12 +81,14 @@ def zero_section(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
     section = deepspeed.get("zero_optimization")
     if not isinstance(section, Mapping):
         raise UserError("the DeepSpeed config has no `zero_optimization` section; write one with its `stage`")
-    names = {key.removeprefix("stage3_"): key for key in (*SETTINGS.values(), PERSIST)}
+    names: dict[str, str] = {key.removeprefix("stage3_"): key for key in (*SETTINGS.values(), PERSIST)}
     names["stage3_gather_fp16_weights_on_model_save"] = SETTINGS["gather_16bit_on_save"]
-    return {names.get(key, key): value for key, value in section.items()}
+    return {names.get(str(key), str(key)): value for key, value in section.items()}
 
 
-def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None) -> Found:
+def read(
+    accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None
+) -> Found:
     """The plan of a file of distributed type DEEPSPEED.
 
     Args:
@@ -87,9 +100,8 @@ def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hid
         UserError: a value DeepSpeed does not know, or an "auto" that nothing resolves.
     """
     found = _from_json(deepspeed, hidden_size) if deepspeed is not None else _from_plugin(accelerate)
-    sizes = parallel.degrees(parallel.read(accelerate))
     return Found(
-        plan=found.plan.with_(**sizes),
+        plan=parallel.with_degrees(found.plan, parallel.read(accelerate)),
         precision=found.precision or mixed_precision(accelerate),
         accumulate=found.accumulate,
         micro_batch=found.micro_batch,
@@ -114,18 +126,28 @@ def _from_plugin(accelerate: Mapping[str, Any]) -> Found:
     """Settings that stand in the Accelerate file itself: its plugin makes a DeepSpeed config of them."""
     section = accelerate.get("deepspeed_config") or {}
     strategy = _strategy(section.get("zero_stage", 2), "zero_stage")
-    devices = [str(section.get(f"offload_{what}_device") or "none").lower() for what in ("optimizer", "param")]
+    devices = [
+        str(section.get(f"offload_{what}_device") or "none").lower() for what in ("optimizer", "param")
+    ]
     offload, target, notes = _offload(strategy, *devices)
     save = as_bool(section.get("zero3_save_16bit_model", False), "zero3_save_16bit_model")
     clip = _clip(section.get("gradient_clipping", "auto"))
     accumulate = section.get("gradient_accumulation_steps", "auto")
     return Found(
-        plan=Plan(strategy=strategy, offload=offload, offload_to=target,
-                  zero=ZeroSettings(gradient_clipping=clip, gather_16bit_on_save=save if strategy == "zero3" else None)),
-        accumulate=None if accumulate in ("auto", None) else as_int(accumulate, "gradient_accumulation_steps"),
+        plan=Plan(
+            strategy=strategy,
+            offload=offload,
+            offload_to=target,
+            zero=ZeroSettings(
+                gradient_clipping=clip, gather_16bit_on_save=save if strategy == "zero3" else None
+            ),
+        ),
+        accumulate=None
+        if accumulate in ("auto", None)
+        else as_int(accumulate, "gradient_accumulation_steps"),
         clip=clip,
         notes=notes,
-    )  # fmt: skip
+    )
 
 
 def _from_json(deepspeed: Mapping[str, Any], hidden_size: int | None) -> Found:
@@ -142,24 +164,37 @@ def _from_json(deepspeed: Mapping[str, Any], hidden_size: int | None) -> Found:
     # A JSON without the key does not clip; only Accelerate's own config is given a silent 1.0.
     clip = _clip(deepspeed.get("gradient_clipping", 0.0))
     accumulation = _mapping(deepspeed, "data_types").get("grad_accum_dtype")
-    values |= {"gradient_clipping": clip, "grad_accum_dtype": accumulation,
-               "pin_memory": as_bool(pins[0], "pin_memory") if pins and offload != "none" else None}
+    values |= {
+        "gradient_clipping": clip,
+        "grad_accum_dtype": accumulation,
+        "pin_memory": as_bool(pins[0], "pin_memory") if pins and offload != "none" else None,
+    }
     names = SIZES if strategy == "zero3" else SIZES[:2]
     if strategy != "zero3":
         values["prefetch_bucket"] = persist = None
     bucket = values[names[0]] if len({values[name] for name in names}) == 1 else None
     if bucket is not None:
         values |= dict.fromkeys(names)
-    others = tuple(f"zero_optimization.{key} is not modelled" for key in UNMODELLED if section.get(key) not in (None, False))
+    others = tuple(
+        f"zero_optimization.{key} is not modelled"
+        for key in UNMODELLED
+        if section.get(key) not in (None, False)
+    )
     return Found(
-        plan=Plan(strategy=strategy, offload=offload, offload_to=target, bucket=bucket, persist=persist,
-                  zero=ZeroSettings(**values)),
+        plan=Plan(
+            strategy=strategy,
+            offload=offload,
+            offload_to=target,
+            bucket=bucket,
+            persist=persist,
+            zero=ZeroSettings(**values),
+        ),
         precision=_precision(deepspeed),
         accumulate=_count(deepspeed, "gradient_accumulation_steps", 1),
         micro_batch=_count(deepspeed, "train_micro_batch_size_per_gpu", None),
         clip=clip,
         notes=notes + others,
-    )  # fmt: skip
+    )
 
 
 def _mapping(content: Mapping[str, Any], key: str) -> Mapping[str, Any]:
@@ -179,18 +214,25 @@ def _value(section: Mapping[str, Any], key: str, name: str, hidden_size: int | N
         if key not in auto_sizes(1):
             raise UserError(f'{where} is "auto", which nothing resolves: write a value, or delete the key')
         if hidden_size is None:
-            raise UserError(f'{where} is "auto", which comes from the model\'s hidden size; name the model, or write a number')
+            raise UserError(
+                f'{where} is "auto", which comes from the model\'s hidden size; name the model, or write '
+                "a number"
+            )
         return auto_sizes(hidden_size)[key]
     return as_bool(value, where) if name in FLAGS else as_int(value, where)
 
 
-def _offload(strategy: StrategyName, optimizer: str, params: str) -> tuple[Offload, OffloadTo, tuple[str, ...]]:
+def _offload(
+    strategy: StrategyName, optimizer: str, params: str
+) -> tuple[Offload, OffloadTo, tuple[str, ...]]:
     for what, device in (("optimizer", optimizer), ("param", params)):
         if device not in ("none", "cpu", "nvme"):
             raise UserError(f"the device of offload_{what} is {device!r}; it must be none, cpu or nvme")
     notes: list[str] = []
     if params != "none" and strategy != "zero3":
-        raise UserError(f"offload_param and {strategy} exclude each other: parameters are offloaded with stage 3 only")
+        raise UserError(
+            f"offload_param and {strategy} exclude each other: parameters are offloaded with stage 3 only"
+        )
     target: OffloadTo = "nvme" if "nvme" in (optimizer, params) else "cpu"
     if params == "none":
         return ("none" if optimizer == "none" else "optimizer"), target, ()
@@ -230,4 +272,4 @@ def observe(accelerator: Any) -> Plan:
     Call it after `prepare`, when every "auto" has its value.
     """
     found = _from_json(accelerator.deepspeed_plugin.deepspeed_config, None)
-    return found.plan.with_(**parallel.degrees(parallel.observe(accelerator)))
+    return parallel.with_degrees(found.plan, parallel.observe(accelerator))

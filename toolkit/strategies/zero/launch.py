@@ -1,14 +1,14 @@
 """DeepSpeed ZeRO as Accelerate runs it: distributed type DEEPSPEED and a DeepSpeed JSON.
 
 Facts from accelerate 1.15 (`accelerate/utils/dataclasses.py` DeepSpeedPlugin, `accelerate/accelerator.py`
-`_prepare_deepspeed`) and deepspeed 0.19.8 (`deepspeed/runtime/zero/config.py`). The JSON is the only source of what it
-names: with it, Accelerate refuses the same things in its own file. What the recipe decides stays "auto" there: batch
-sizes, accumulation, clipping, precision.
+`_prepare_deepspeed`) and deepspeed 0.19.8 (`deepspeed/runtime/zero/config.py`). The JSON is the only source
+of what it
+names: with it, Accelerate refuses the same things in its own file. What the recipe decides stays "auto"
+    there: batch sizes, accumulation, clipping, precision.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from toolkit.errors import UserError
@@ -50,7 +50,10 @@ STRATEGIES = (
         family="zero",
         engine="DEEPSPEED",
         summary="DeepSpeed ZeRO-3: parameters, gradients and optimizer state sharded",
-        when="the model does not fit, and it should be offloaded to the host or to NVMe, which FSDP2 can't in part",
+        when=(
+            "the model does not fit, and it should be offloaded to the host or to NVMe, which FSDP2 "
+            "can't in part"
+        ),
         shards=("parameters", "gradients", "optimizer"),
         offloads=("none", "optimizer", "all"),
         offload_to=("cpu", "nvme"),
@@ -60,18 +63,30 @@ STRATEGIES = (
     ),
 )
 ACCELERATE_CLIP = 1.0
-"""Accelerate fills in this clipping where a DeepSpeed config leaves it "auto" (accelerator.py, `_prepare_deepspeed`)."""
+"""Accelerate fills in this clipping where a DeepSpeed config leaves it "auto" (accelerator.py,
+`_prepare_deepspeed`)."""
 MANAGED_OPTIMIZERS = ("adamw",)
 """What Accelerate swaps for DeepSpeed's CPU Adam on offload without changing what it computes."""
 
-__all__ = ["ACCELERATE_CLIP", "STRATEGIES", "canonical", "check", "effective", "observe", "persistence", "read", "render"]
+__all__ = [
+    "ACCELERATE_CLIP",
+    "STRATEGIES",
+    "canonical",
+    "check",
+    "effective",
+    "observe",
+    "persistence",
+    "read",
+    "render",
+]
 
 
 def effective(plan: Plan, workload: Workload) -> ZeroSettings:
     """Every setting of DeepSpeed as it runs, the engine's own where the plan says nothing.
 
-    Sizes are in elements. `grad_accum_dtype` is the model's dtype unless it was set (deepspeed/runtime/engine.py,
-    `get_data_types`); `gradient_clipping` is what the workload asks for, else Accelerate's silent 1.0.
+    Sizes are in elements. `grad_accum_dtype` is the model's dtype unless it was set
+    (deepspeed/runtime/engine.py, `get_data_types`); `gradient_clipping` is what the workload asks for, else
+    Accelerate's silent 1.0.
     """
     engine, stated = engine_defaults(), plan.zero
     values: dict[str, Any] = dict(vars(stated))
@@ -93,7 +108,9 @@ def effective(plan: Plan, workload: Workload) -> ZeroSettings:
 
 def persistence(plan: Plan) -> int:
     """Elements up to which ZeRO-3 keeps a parameter whole on every rank."""
-    return int(engine_defaults()["stage3_param_persistence_threshold"]) if plan.persist is None else plan.persist
+    return (
+        int(engine_defaults()["stage3_param_persistence_threshold"]) if plan.persist is None else plan.persist
+    )
 
 
 def check(plan: Plan, workload: Workload, cluster: Cluster) -> None:
@@ -103,14 +120,23 @@ def check(plan: Plan, workload: Workload, cluster: Cluster) -> None:
         UserError: names the two things that exclude each other.
     """
     if workload.precision == "bf16-pure":
-        raise UserError(f"precision bf16-pure and {plan.strategy} exclude each other: DeepSpeed keeps fp32 master weights; "
-                        "use precision bf16, or ddp or fsdp")
+        raise UserError(
+            f"precision bf16-pure and {plan.strategy} exclude each other: DeepSpeed keeps fp32 master "
+            "weights; "
+            "use precision bf16, or ddp or fsdp"
+        )
     if workload.precision == "fp16" and cluster.gpu.is_cpu:
-        raise UserError(f"precision fp16 and {plan.strategy} on a CPU exclude each other: DeepSpeed refuses it; use bf16 or "
-                        "fp32")
+        raise UserError(
+            f"precision fp16 and {plan.strategy} on a CPU exclude each other: DeepSpeed refuses it; use "
+            "bf16 or "
+            "fp32"
+        )
     if plan.offload != "none" and "8bit" in workload.optimizer:
-        raise UserError(f"optimizer {workload.optimizer} and offload {plan.offload} exclude each other: the 8-bit kernels "
-                        "run on a GPU only; use adamw")
+        raise UserError(
+            f"optimizer {workload.optimizer} and offload {plan.offload} exclude each other: the 8-bit "
+            "kernels "
+            "run on a GPU only; use adamw"
+        )
     if plan.persist is not None and plan.strategy != "zero3":
         raise UserError(f"persist and {plan.strategy} exclude each other: the threshold is zero3's")
     if plan.persist is not None and plan.persist < 0:
@@ -126,8 +152,13 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
         content["deepspeed_config"]["deepspeed_multinode_launcher"] = "standard"
     if degrees := parallel.render(plan, workload, cluster):
         content["parallelism_config"] = degrees
-    return LaunchFiles(plan=plan, accelerate=content, deepspeed=_deepspeed(plan, workload), recipe=recipe_keys(plan),
-                       nodes=cluster.nodes)
+    return LaunchFiles(
+        plan=plan,
+        accelerate=content,
+        deepspeed=_deepspeed(plan, workload),
+        recipe=recipe_keys(plan),
+        nodes=cluster.nodes,
+    )
 
 
 def _deepspeed(plan: Plan, workload: Workload) -> dict[str, Any]:
@@ -147,7 +178,7 @@ def _deepspeed(plan: Plan, workload: Workload) -> dict[str, Any]:
         content["data_types"] = {"grad_accum_dtype": accumulation}
     section: dict[str, Any] = {"stage": int(plan.strategy[-1])}
     if plan.offload != "none":
-        where = {"device": plan.offload_to}
+        where: dict[str, Any] = {"device": plan.offload_to}
         if plan.offload_to == "nvme":
             where["nvme_path"] = NVME_PATH
         if pin is not None:
@@ -156,7 +187,8 @@ def _deepspeed(plan: Plan, workload: Workload) -> dict[str, Any]:
         if plan.offload == "all":
             section["offload_param"] = dict(where)
         if workload.optimizer not in MANAGED_OPTIMIZERS:
-            # Accelerate would replace any optimizer by DeepSpeed's CPU Adam; torch's own steps on the host instead.
+            # Accelerate would replace any optimizer by DeepSpeed's CPU Adam; torch's own steps on the host
+            # instead.
             content["zero_force_ds_cpu_optimizer"] = False
     section |= {SETTINGS[name]: value for name, value in stated.items() if value is not None}
     if plan.persist is not None:
