@@ -12,6 +12,7 @@ from toolkit.specs.plan import Offload, OffloadTo, StrategyName
 from toolkit.specs.workload import Precision
 from toolkit.strategies.base import Found, as_bool, as_int, mixed_precision, processes
 from toolkit.strategies.parallel import launch as parallel
+from toolkit.strategies.zero.autos import PERSIST, auto_sizes
 
 NVME_PATH = "/local_nvme"
 """Where rendered files offload to; a run's own disk has to be put there."""
@@ -29,7 +30,6 @@ SETTINGS: dict[str, str] = {
     "gather_16bit_on_save": "stage3_gather_16bit_weights_on_model_save",
 }
 """ZeroSettings' fields by their key in `zero_optimization`."""
-PERSIST = "stage3_param_persistence_threshold"
 FLAGS = ("overlap_comm", "contiguous_gradients", "round_robin_gradients", "gather_16bit_on_save")
 UNMODELLED = (
     "zero_hpz_partition_size",
@@ -42,34 +42,6 @@ UNMODELLED = (
     "stage3_module_granularity_threshold",
 )
 """Keys of `zero_optimization` that change memory and that a Plan has no word for."""
-
-
-def auto_sizes(hidden_size: int) -> dict[str, int]:
-    """What Accelerate puts for "auto" (accelerator.py, `_prepare_deepspeed`), elements by JSON key."""
-    square = hidden_size * hidden_size
-    return {
-        "reduce_bucket_size": square,
-        "stage3_prefetch_bucket_size": int(0.9 * hidden_size * hidden_size),
-        PERSIST: 10 * hidden_size,
-    }
-
-
-def hidden_size_of(config: Mapping[str, Any]) -> int | None:
-    """The width that "auto" sizes are made from, out of a model's config.json.
-
-    Multimodal configs keep it under their text model, some vision models have a list of widths: the largest
-    counts. T5 calls it `d_model`, GPT-2 `n_embd`. None: the config names no width.
-    """
-    for key in ("hidden_size", "d_model", "n_embd", "dim"):
-        if isinstance(config.get(key), int):
-            return int(config[key])
-    widths = config.get("hidden_sizes")
-    if isinstance(widths, (list, tuple)) and widths:
-        return int(max(widths))
-    for key in ("text_config", "llm_config", "language_config", "decoder"):
-        if isinstance(config.get(key), Mapping):
-            return hidden_size_of(config[key])
-    return None
 
 
 def zero_section(deepspeed: Mapping[str, Any]) -> dict[str, Any]:
