@@ -1,0 +1,1 @@
+"""From files to the rows a model trains on: read, recognise, tokenise, pack, batch."""

@@ -1,0 +1,126 @@
+"""The batches of any optimizer step as a pure function of the step, so that a resumed run sees what it
+would have seen.
+
+The order is drawn from the seed and the epoch alone. An optimizer step takes the next `world x accumulate x
+micro_batch` rows of it whatever their spread over ranks, so every engine and every number of processes
+trains on the same rows in the same step. The last step of an epoch is filled up with rows without targets,
+which weigh nothing. """
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import torch
+
+from toolkit.training.data.pack import Row
+from toolkit.training.data.tokenize import TokenStore
+
+IGNORE = -100
+"""The label that the loss leaves out."""
+
+
+@lru_cache(maxsize=2)
+def _order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
+    """The order of the rows in an epoch; without a seed, as they stand."""
+    return np.arange(rows) if seed is None else np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One micro-batch of one rank: int64 [micro_batch, length] each. Labels stand under their own token,
+    unshifted."""
+
+    input_ids: torch.Tensor
+    labels: torch.Tensor
+    position_ids: torch.Tensor | None
+    """Given when a row holds several samples: positions begin anew with each, and attention does not cross."""
+    num_tokens: int
+    """Tokens of samples; padding is left out."""
+
+    @property
+    def num_targets(self) -> int:
+        """Tokens that are predicted: the first of a row has nothing before it."""
+        return int((self.labels[:, 1:] != IGNORE).sum())
+
+    def to(self, device: torch.device) -> dict[str, torch.Tensor]:
+        """The model's arguments, on the device."""
+        named = {"input_ids": self.input_ids, "labels": self.labels, "position_ids": self.position_ids}
+        return {name: tensor.to(device, non_blocking=True)
+                for name, tensor in named.items() if tensor is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loader:
+    """Batches of one rank."""
+
+    store: TokenStore
+    rows: list[Row]
+    micro_batch: int
+    accumulate: int
+    rank: int
+    world: int
+    pad_id: int
+    fixed_length: int | None
+    """Pad every row to this length; None: to the longest of its micro-batch."""
+    seed: int
+    shuffle: bool
+
+    @property
+    def rows_per_step(self) -> int:
+        """Rows of the global batch."""
+        return self.world * self.accumulate * self.micro_batch
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return math.ceil(len(self.rows) / self.rows_per_step)
+
+    def step(self, index: int) -> list[Batch]:
+        """The micro-batches of this rank for optimizer step `index`, counted from 0."""
+        epoch, within = divmod(index, self.steps_per_epoch)
+        order = _order(len(self.rows), self.seed if self.shuffle else None, epoch)
+        chosen = order[within * self.rows_per_step : (within + 1) * self.rows_per_step]
+        return [
+            self._batch(chosen[(micro * self.world + self.rank) * self.micro_batch :][: self.micro_batch])
+            for micro in range(self.accumulate)
+        ]
+
+    def epoch(self) -> Iterator[Batch]:
+        """Every row once, in order: the same number of batches on every rank."""
+        for index in range(self.steps_per_epoch):
+            yield from self.step(index)
+
+    def _batch(self, chosen: np.ndarray) -> Batch:
+        filled = [self._row(self.rows[index]) for index in chosen]
+        length = self.fixed_length or max((len(ids) for ids, _, _ in filled), default=1)
+        shape = (self.micro_batch, length)
+        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
+        labels = np.full(shape, IGNORE, dtype=np.int64)
+        positions = np.tile(np.arange(length, dtype=np.int64), (self.micro_batch, 1))
+        several = False
+        for at, (ids, marks, starts) in enumerate(filled):
+            input_ids[at, : len(ids)] = ids
+            labels[at, : len(ids)] = marks
+            for start in starts[1:]:
+                several = True
+                positions[at, start:] = np.arange(length - start)
+        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels),
+                     torch.from_numpy(positions) if several else None, sum(len(ids) for ids, _, _ in filled))
+
+    def _row(self, row: Row) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """(ids, labels, start of each sample) of one row. No sample's first token is predicted from the one
+        before."""
+        ids, labels, starts, length = [], [], [], 0
+        for sample in row:
+            begin, end = self.store.offsets[sample], self.store.offsets[sample + 1]
+            tokens = np.asarray(self.store.tokens[begin:end], dtype=np.int64)
+            marks = np.where(self.store.targets[begin:end], tokens, IGNORE)
+            marks[0] = IGNORE
+            ids.append(tokens)
+            labels.append(marks)
+            starts.append(length)
+            length += len(tokens)
+        return np.concatenate(ids), np.concatenate(labels), starts

@@ -1,0 +1,73 @@
+"""What the run takes, step by step, and what was predicted for it."""
+
+from __future__ import annotations
+
+import gc
+from typing import TYPE_CHECKING, Any
+
+from toolkit.profiling.counter import Counter, device_counter
+from toolkit.specs import Plan
+from toolkit.training.config import TrainConfig
+from toolkit.training.step import highest
+from toolkit.units import format_size
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+_STEADY_FROM = 3
+"""Steps before this one still allocate what stays (optimizer state, prefetch plans)."""
+
+
+class MemoryWatch:
+    """Peaks of this rank's tensors, counted from the moment it was made: make it before the model is
+    built."""
+
+    def __init__(self, device_type: str) -> None:
+        gc.collect()
+        self.counter: Counter = device_counter(device_type)
+        self.start = self.counter.live()
+        self.peaks: list[int] = []
+        self.resident = 0
+        self.load_peak = 0
+
+    def begin_step(self) -> None:
+        """Call at the start of every optimizer step."""
+        if not self.peaks:
+            self.load_peak = self.counter.peak() - self.start
+        self.resident = self.counter.live() - self.start
+        self.counter.reset()
+
+    def end_step(self) -> int:
+        """The peak of the step in bytes."""
+        self.peaks.append(self.counter.peak() - self.start)
+        return self.peaks[-1]
+
+    def measured(self, accelerator: Accelerator) -> dict[str, Any]:
+        """What was measured, over all ranks. Every rank must call it."""
+        steady = self.peaks[_STEADY_FROM - 1 :] or self.peaks[-1:] or [0]
+        by_rank = highest(accelerator, max(steady))
+        return {
+            "counter": self.counter.kind,
+            "peak": max(by_rank),
+            "peak_by_rank": by_rank,
+            "first_step_peak": max(highest(accelerator, self.peaks[0] if self.peaks else 0)),
+            "load_peak": max(highest(accelerator, self.load_peak)),
+            "resident": max(highest(accelerator, self.resident)),
+            "steps": len(self.peaks),
+        }
+
+
+def predict(config: TrainConfig, plan: Plan, model_config: Any, accelerator: Accelerator) -> dict[str, Any] | None:
+    """The estimate's memory for this run on this device as plain data; None where it cannot be estimated."""
+    return None
+
+
+def compared(predicted: dict[str, Any] | None, measured: dict[str, Any]) -> str:
+    """One line: predicted against measured peak."""
+    peak = measured["peak"]
+    if predicted is None:
+        return f"memory: measured peak {format_size(peak)} ({measured['counter']}); no prediction for this run"
+    claim = predicted["peak_allocated"]
+    off = (claim - peak) / peak * 100 if peak else 0.0
+    return (f"memory: predicted peak {format_size(claim)}, measured {format_size(peak)} "
+            f"({measured['counter']}), {off:+.2f}%")

@@ -1,0 +1,124 @@
+"""Where a run says how it goes: metrics.jsonl, a tracker, and the terminal. The main process only."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from toolkit.units import format_duration, format_size
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def plain(value: Any) -> Any:
+    """A number that JSON can hold: NaN and infinities become null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class Log:
+    """Lines for people: a bar on a terminal, plain lines in a file. Silent on all but the main process."""
+
+    def __init__(self, accelerator: Accelerator) -> None:
+        self.main = accelerator.is_main_process
+        self.console = Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self.bar: Progress | None = None
+
+    def say(self, text: str) -> None:
+        """One line."""
+        if not self.main:
+            return
+        if self.bar is not None:
+            self.bar.console.print(text, highlight=False, markup=False)
+        else:
+            self.console.print(text, highlight=False, markup=False)
+        sys.stdout.flush()
+
+    def facts(self, rows: list[tuple[str, str]]) -> None:
+        """A short table of what is about to run."""
+        for name, text in rows:
+            self.say(f"  {name:<11} {text}")
+
+
+class Metrics:
+    """metrics.jsonl and the tracker, and the progress of the loop."""
+
+    def __init__(self, log: Log, accelerator: Accelerator, file: Path, *, total: int, first: int,
+                 log_every: int) -> None:
+        self.log, self.accelerator, self.log_every, self.total = log, accelerator, log_every, total
+        self.started = time.monotonic()
+        self.task: Any = None
+        self.file = None
+        if not log.main:
+            return
+        _keep_before(file, first)
+        self.file = file.open("a", encoding="utf-8", buffering=1)
+        if log.console.is_terminal:
+            log.bar = Progress(
+                TextColumn("[bold]step"), BarColumn(bar_width=24), MofNCompleteColumn(),
+                TextColumn("{task.description}"), TimeRemainingColumn(), console=log.console,
+            )  # fmt: skip
+            self.task = log.bar.add_task("", total=total, completed=first - 1)
+            log.bar.start()
+
+    def step(self, record: dict[str, Any]) -> None:
+        """One optimizer step."""
+        self._write(record)
+        if not self.log.main:
+            return
+        text = (f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  norm {record['grad_norm']:.3f}"
+                f"  {record['tokens_per_second']:,.0f} tok/s  {format_size(record['memory_peak'])}")
+        if self.log.bar is not None:
+            self.log.bar.update(self.task, completed=record["step"], description=text)
+        elif record["step"] % self.log_every == 0 or record["step"] == self.total:
+            self.log.say(f"step {record['step']}/{self.total}  {text}")
+
+    def evaluation(self, step: int, loss: float, tokens: int) -> None:
+        """One evaluation."""
+        self._write({"step": step, "eval_loss": loss, "eval_tokens": tokens})
+        self.log.say(f"eval at step {step}: loss {loss:.4f} over {tokens:,} tokens")
+
+    def _write(self, record: dict[str, Any]) -> None:
+        clean = {key: plain(value) for key, value in record.items()}
+        if self.file is not None:
+            self.file.write(json.dumps(clean) + "\n")
+        if self.accelerator.trackers:
+            numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, (int, float))}
+            self.accelerator.log(numbers, step=record["step"])
+
+    def __enter__(self) -> Metrics:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
+                 trace: TracebackType | None) -> None:
+        if self.log.bar is not None:
+            self.log.bar.stop()
+            self.log.bar = None
+        if self.file is not None:
+            self.file.close()
+        if kind is None:
+            self.log.say(f"trained in {format_duration(time.monotonic() - self.started)}")
+
+
+def _keep_before(file: Path, first: int) -> None:
+    """Drop what a resumed run will write again: the records of step `first` and later (evaluations before
+    it stay)."""
+    if not file.exists():
+        return
+    kept = []
+    for line in file.read_text(encoding="utf-8").splitlines():
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue  # A run that was killed can leave half a line.
+        if record.get("step", 0) < first:
+            kept.append(line)
+    file.write_text("".join(line + "\n" for line in kept), encoding="utf-8")

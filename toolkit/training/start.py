@@ -1,0 +1,104 @@
+"""How a recipe's process starts and ends: quiet libraries, one line per mistake, and the exit status that
+belongs to it.
+
+A mistake is usually found by every rank at once. The first rank to find it prints the line, the others end
+in silence with the same status. `accelerate launch` turns any status of a rank into 1 and adds its own
+report below; the rank's status (2 for bad input) and the line stand in that report. """
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from toolkit.errors import ToolkitError, UserError
+
+
+def rank() -> int:
+    """This process's global rank as the launcher set it; 0 without a launcher."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """The number of processes the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def quiet() -> None:
+    """Keep the libraries' own notices out of the log: what matters of them, the recipe says itself."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "true" if world_size() == 1 else "false")
+    os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+    warnings.filterwarnings("ignore")
+    for name in ("DeepSpeed", "torch.distributed", "accelerate", "datasets", "peft"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def run(main: Callable[[list[str]], None]) -> None:
+    """Run a recipe's `main` on the command line's arguments and leave the process with its exit status."""
+    quiet()
+    status = 0
+    try:
+        main(sys.argv[1:])
+    except ToolkitError as error:
+        status = error.exit_code
+        _report(str(error), status)
+    except KeyboardInterrupt:
+        status = 130
+    sys.stdout.flush()
+    sys.stderr.flush()
+    if status:
+        # Other ranks may wait in a collective operation for this one: leave without the atexit handlers
+        # that wait too.
+        os._exit(status)
+    _leave_group()
+
+
+def _leave_group() -> None:
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _report(message: str, status: int) -> None:
+    """Print the line if no other rank of this node did, and leave it for the launcher's report."""
+    line = " ".join(message.split())
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not error_file:
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        return
+    # The launcher gives every rank a folder below one folder of this attempt.
+    claim = Path(error_file).parent.parent / "reported"
+    try:
+        claim.touch(exist_ok=False)
+    except FileExistsError:
+        time.sleep(1.0)  # The first rank to fail is the one in the launcher's report: let it leave first.
+        return
+    except OSError:
+        pass
+    print(f"error: {line}", file=sys.stderr, flush=True)
+    record = {"message": {"message": line, "errorCode": status, "extraInfo": {"timestamp": int(time.time())}}}
+    with contextlib.suppress(OSError):
+        Path(error_file).write_text(json.dumps(record), encoding="utf-8")
+
+
+def check_processes() -> None:
+    """Refuse more processes than GPUs before any of them waits for the others.
+
+    Raises:
+        UserError: names both numbers. On a machine without GPUs any number of processes is a rehearsal.
+    """
+    import torch
+
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    devices = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if devices and local > devices:
+        raise UserError(f"{local} processes were launched on a machine with {devices} GPUs; "
+                        f"launch with --num_processes {devices}")
