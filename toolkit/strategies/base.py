@@ -198,7 +198,8 @@ def accelerate_base(engine: DistributedType, cluster: Cluster) -> dict[str, Any]
     }
     if cluster.nodes > 1:
         # The rank of the node and the main node's address differ per node or per run: the command gives them.
-        content |= {"rdzv_backend": "static", "same_network": True, "main_process_port": 29500}
+        # (The launcher takes neither rdzv_backend nor same_network from a file.)
+        content["main_process_port"] = 29500
     return content
 
 

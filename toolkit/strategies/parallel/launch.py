@@ -134,7 +134,7 @@ def check_shards(plan: Plan, cluster: Cluster) -> None:
             "(more "
             "nodes, or a shard-size)"
         )
-    if size < 2 and plan.cp == 1:
+    if size < 2:
         raise UserError(
             f"hsdp with one rank in a group shards nothing; use ddp, or a shard-size above 1 on {ranks} ranks"
         )

@@ -30,6 +30,14 @@ SETTINGS: dict[str, str] = {
     "gather_16bit_on_save": "stage3_gather_16bit_weights_on_model_save",
 }
 """ZeroSettings' fields by their key in `zero_optimization`."""
+STAGE3 = (
+    "prefetch_bucket",
+    "max_live_parameters",
+    "max_reuse_distance",
+    "sub_group_size",
+    "gather_16bit_on_save",
+)
+"""Settings that only stage 3 reads; below it they are neither written nor taken from a file."""
 FLAGS = ("overlap_comm", "contiguous_gradients", "round_robin_gradients", "gather_16bit_on_save")
 UNMODELLED = (
     "zero_hpz_partition_size",
@@ -143,7 +151,8 @@ def _from_json(deepspeed: Mapping[str, Any], hidden_size: int | None) -> Found:
     }
     names = SIZES if strategy == "zero3" else SIZES[:2]
     if strategy != "zero3":
-        values["prefetch_bucket"] = persist = None
+        persist = None
+        values |= dict.fromkeys(STAGE3)
     bucket = values[names[0]] if len({values[name] for name in names}) == 1 else None
     if bucket is not None:
         values |= dict.fromkeys(names)

@@ -16,7 +16,7 @@ from toolkit.specs import Cluster, Plan, Workload, ZeroSettings
 from toolkit.strategies.base import DEEPSPEED_FILE, LaunchFiles, StrategyInfo, accelerate_base, recipe_keys
 from toolkit.strategies.parallel import launch as parallel
 from toolkit.strategies.zero.defaults import engine_defaults
-from toolkit.strategies.zero.files import NVME_PATH, SETTINGS, SIZES, observe, read
+from toolkit.strategies.zero.files import NVME_PATH, SETTINGS, SIZES, STAGE3, observe, read
 
 STRATEGIES = (
     StrategyInfo(
@@ -201,6 +201,8 @@ def canonical_settings(plan: Plan) -> dict[str, Any]:
     """What is written of the settings: buckets by their own names, and the gathering that an export needs."""
     stage3 = plan.strategy == "zero3"
     values = dict(vars(plan.zero))
+    if not stage3:
+        values |= dict.fromkeys(STAGE3)
     for name in SIZES if stage3 else SIZES[:2]:
         if values[name] is None:
             values[name] = plan.bucket
@@ -214,8 +216,6 @@ def canonical(plan: Plan, cluster: Cluster) -> Plan:
     """Equal buckets under `bucket`, others under their own names; settings of other stages left out."""
     values = canonical_settings(plan)
     names = SIZES if plan.strategy == "zero3" else SIZES[:2]
-    if plan.strategy != "zero3":
-        values["prefetch_bucket"] = None
     sizes = {values[name] for name in names}
     bucket = sizes.pop() if len(sizes) == 1 else None
     if bucket is not None:
