@@ -15,8 +15,8 @@ from toolkit.timeline.tape import Chunk, Program, Tape
 from toolkit.timeline.trace import Mark, ModelTrace
 from toolkit.timeline.tracing import Numerics
 
-STEPS = 3
-"""Optimizer steps that are played: the first one creates states, the third one is steady under every engine."""
+STEPS = 2
+"""Optimizer steps that are played: the first creates states and records orders, the second is steady under every engine."""
 
 
 @dataclass
@@ -42,7 +42,7 @@ class Engine:
         self.world = cluster.world_size
         self.device = "cpu" if cluster.gpu.is_cpu else "cuda"
         self.impl: Impl = default_impl(workload.optimizer, workload.optimizer_impl, self.device)
-        self.by_name = {p.name: p for p in trace.parameters}
+        self.by_name = trace.by_name
         self.host = HostUse(load=sum(p.nbytes for p in trace.parameters))
         self.has_states = False
         self.gradients: dict[str, tuple[int, tuple[int, int], int]] = {}
@@ -100,6 +100,10 @@ class Engine:
         now, tape.micro = tape.micro, micro
         tape.release(nbytes, "gradients", name, key)
         tape.micro = now
+
+    def notes(self) -> list[str]:
+        """What the estimate assumes, one sentence each."""
+        return list(self.trace.notes)
 
     # -- the optimizer -----------------------------------------------------------------------------------------
 

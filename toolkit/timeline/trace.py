@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
 MarkKind = Literal["forward-begin", "forward-end", "backward-begin", "backward-end", "gradient", "backward-done"]
@@ -116,6 +117,10 @@ class ModelTrace:
     buffer_parts: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     """(name, bytes) of each buffer."""
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[ParameterInfo, ...]:
         return tuple(p for p in self.parameters if p.trainable)
+
+    @cached_property
+    def by_name(self) -> dict[str, ParameterInfo]:
+        return {p.name: p for p in self.parameters}

@@ -37,6 +37,10 @@ class Unit:
     """An all-gather was issued and not yet copied out."""
     reduced: bool = False
     seen: set[str] = field(default_factory=set)
+    gather_bytes: int = 0
+    """The all-gather's output; what is copied out of it takes as much."""
+    cast_bytes: int = 0
+    """The shards that are cast before they are gathered."""
 
 
 class FsdpEngine(Engine):
@@ -83,18 +87,26 @@ class FsdpEngine(Engine):
         if tail:
             # in the tied case the group is entered at the embedding, whose input has no gradient: no hook is placed
             units.append(Unit("tail", [], tail, False, not tied))
-        root = Unit("root", [], [""], False, False)
+        units.insert(0, Unit("root", [], [""], False, False))
+        by_module = {module: unit for unit in units for module in unit.modules}
         for p in trace.parameters:
-            (self._owner(p, units) or root).parameters.append(p)
-        return [u for u in (root, *units) if u.parameters]
+            self._owner(p, by_module).parameters.append(p)
+        for unit in units:
+            sizes = [(self.shard_numel(p), self.kept_size(p), self.compute_size(p)) for p in unit.parameters]
+            unit.gather_bytes = sum(n * compute for n, _, compute in sizes) * self.shard
+            unit.cast_bytes = sum(n * compute for n, kept, compute in sizes if self.mixed and kept != compute)
+        return [u for u in units if u.parameters]
 
     @staticmethod
-    def _owner(parameter: ParameterInfo, units: list[Unit]) -> Unit | None:
-        for unit in units:
-            for module in unit.modules:
-                if any(m == module or m.startswith(module + ".") for m in parameter.modules):
-                    return unit
-        return None
+    def _owner(parameter: ParameterInfo, by_module: dict[str, Unit]) -> Unit:
+        """The innermost unit around one of the modules that hold the parameter; the root otherwise."""
+        for module in parameter.modules:
+            path = module
+            while path:
+                if path in by_module:
+                    return by_module[path]
+                path = path.rpartition(".")[0]
+        return by_module[""]
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -128,19 +140,14 @@ class FsdpEngine(Engine):
         unit.gathered = True
         if self.shard == 1:
             return
-        cast = sum(self.shard_numel(p) * self.compute_size(p) for p in unit.parameters
-                   if self.mixed and self.kept_size(p) != self.compute_size(p))
-        tape.alloc(("cast", unit.name), cast, "communication", f"cast shards of {unit.name}")
-        total = sum(self.shard_numel(p) * self.compute_size(p) for p in unit.parameters) * self.shard
-        tape.alloc(("gather", unit.name), total, "communication", f"all-gather of {unit.name}")
+        tape.alloc(("cast", unit.name), unit.cast_bytes, "communication", f"cast shards of {unit.name}")
+        tape.alloc(("gather", unit.name), unit.gather_bytes, "communication", f"all-gather of {unit.name}")
         tape.free(("cast", unit.name))
 
     def _copy_out(self, tape: Tape, unit: Unit) -> None:
         if not unit.gathered:
             return
-        for p in unit.parameters:
-            tape.alloc(("full", unit.name), self.shard_numel(p) * self.shard * self.compute_size(p), "parameters",
-                       f"gathered {unit.name}")
+        tape.alloc(("full", unit.name), unit.gather_bytes, "parameters", f"gathered {unit.name}")
         unit.gathered, unit.unsharded = False, True
 
     def _reshard(self, tape: Tape, unit: Unit) -> None:

@@ -7,6 +7,7 @@ its own.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.strategies.lowering import Engine
@@ -58,12 +59,13 @@ class ZeroEngine(Engine):
             return p.itemsize
         return SIZES["fp16" if self.workload.precision == "fp16" else "bf16"] if self.low else p.itemsize
 
-    @property
+    @cached_property
     def weight_size(self) -> int:
+        """Bytes per element of the trainable weights."""
         trainable = self.trace.trainable
         return self.size_of(trainable[0]) if trainable else 4
 
-    @property
+    @cached_property
     def accumulation_size(self) -> int:
         """Bytes per element of accumulated gradients (`data_types.grad_accum_dtype`, else the weights' dtype)."""
         return SIZES[self.settings.grad_accum_dtype] if self.settings.grad_accum_dtype else self.weight_size

@@ -7,6 +7,7 @@ order of modules; from the second on parameters are prefetched and kept while th
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -57,6 +58,12 @@ class Zero3Engine(ZeroEngine):
         """Modules in the order of their fetches, forward and backward."""
         self.complete = False
         self.started = False
+        self.uses: dict[str, list[int]] = {}
+        """Fetches at which each parameter is used."""
+        self.passed: list[int] = []
+        """Elements that were used before each fetch."""
+        self.order: list[tuple[Gathered, int]] = []
+        """Every use of every parameter, in order, with its fetch."""
         self.at = 0
         self.available = 0
         self.queue: deque[tuple[Gathered, int]] = deque()
@@ -157,10 +164,11 @@ class Zero3Engine(ZeroEngine):
         needed = self.of_module.get(module, [])
         if not self.complete:
             self.recorded.append(module)
-        self._gather(tape, needed)
-        for g in needed:
-            g.users.add(module)
-            self._wait(tape, g)
+        if needed:
+            self._gather(tape, needed)
+            for g in needed:
+                g.users.add(module)
+                self._wait(tape, g)
         if self.complete:
             self._prefetch(tape, needed)
         self.at += 1
@@ -188,18 +196,31 @@ class Zero3Engine(ZeroEngine):
             return
         keep: set[str] = set()
         if self.complete:
-            keep = {g.info.name for g in mine if g.persistent or self.fetched_for.get(g.info.name, NEVER) > self.at}
-            seen = 0
-            for other in self.recorded[self.at:]:
-                if seen >= int(self.settings.max_reuse_distance or 0) or len(keep) == len(mine):
-                    break
-                for g in self.of_module.get(other, ()):
-                    keep.add(g.info.name) if g in mine else None
-                    seen += g.info.numel
+            keep = {g.info.name for g in mine
+                    if g.persistent or self.fetched_for.get(g.info.name, NEVER) > self.at or self._again_soon(g)}
         for g in mine:
             g.users.discard(module)
             if g.info.name not in keep:
                 self._release(tape, g)
+
+    def _again_soon(self, g: Gathered) -> bool:
+        """Whether it is used again within `max_reuse_distance` elements of what will run next."""
+        uses = self.uses[g.info.name]
+        at = bisect_left(uses, self.at)
+        if at == len(uses):
+            return False
+        return self.passed[uses[at]] - self.passed[self.at] < int(self.settings.max_reuse_distance or 0)
+
+    def _order_is_known(self) -> None:
+        """The recorded order, as what is needed to look ahead in it."""
+        self.complete = True
+        self.uses = {name: [] for name in self.parameters}
+        self.passed = [0]
+        for step, module in enumerate(self.recorded):
+            for g in self.of_module.get(module, ()):
+                self.uses[g.info.name].append(step)
+                self.order.append((g, step))
+            self.passed.append(self.passed[-1] + sum(g.info.numel for g in self.of_module.get(module, ())))
 
     # -- marks -------------------------------------------------------------------------------------------------
 
@@ -210,13 +231,10 @@ class Zero3Engine(ZeroEngine):
             if g.flight is not None:
                 self._wait(tape, g)
                 self._release(tape, g)
-        if self.started:
-            self.complete = True
+        if self.started and not self.complete:
+            self._order_is_known()
         self.started = True
-        self.queue.clear()
-        if self.complete:
-            for step, module in enumerate(self.recorded):
-                self.queue.extend((g, step) for g in self.of_module.get(module, ()))
+        self.queue = deque(self.order)
         self.fetched_for.clear()
         self.at = 0
         self.available = 0
