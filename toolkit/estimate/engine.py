@@ -17,7 +17,7 @@ from toolkit.timeline.cuda_allocator import replay_reserved
 
 if TYPE_CHECKING:
     from toolkit.strategies.lowering import Engine
-    from toolkit.timeline.tape import Program, Tape
+    from toolkit.timeline.tape import CompactSource, Program, Tape
     from toolkit.timeline.trace import ModelTrace
 
 _TRACED_FIELDS = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "precision", "weights_dtype", "attention",
@@ -47,20 +47,50 @@ class Estimator:
         self.model = model
         self._traces: dict[Any, ModelTrace] = {}
         self._programs: dict[Any, Program] = {}
+        self._quick: dict[Any, Program] = {}
+        self._compact: dict[Any, CompactSource] = {}
 
     def trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> ModelTrace:
         """The model's trace under the numerics of the plan's engine."""
-        return self._trace(workload, plan, cluster)[1]
+        return self._trace(workload, engine_class(plan.strategy).numerics(workload, plan, _device(cluster)))
 
-    def _trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> tuple[Any, ModelTrace]:
+    def _trace(self, workload: Workload, numerics: Any) -> ModelTrace:
         from toolkit.timeline.tracing import trace_model
 
-        device = "cpu" if cluster.gpu.is_cpu else "cuda"
-        numerics = engine_class(plan.strategy).numerics(workload, plan, device)
-        key = (tuple(getattr(workload, name) for name in _TRACED_FIELDS), numerics)
+        key = _key(workload, numerics)
         if key not in self._traces:
             self._traces[key] = trace_model(self.model, workload, numerics)
-        return key, self._traces[key]
+        return self._traces[key]
+
+    def _full_program(self, workload: Workload, numerics: Any, kind: type[Engine]) -> Program:
+        from toolkit.timeline.tape import compile_trace
+
+        key = (_key(workload, numerics), kind)
+        if key not in self._programs:
+            trace = self._trace(workload, numerics)
+            self._programs[key] = compile_trace(trace, kind.wants(trace))
+        return self._programs[key]
+
+    def _quick_program(self, workload: Workload, numerics: Any, kind: type[Engine]) -> Program:
+        """The folded program; above micro-batch 2 its sizes follow from those at 1 and 2."""
+        from toolkit.timeline.scale import same_path, scaled_facts
+        from toolkit.timeline.tape import CompactSource
+
+        key = (_key(workload, numerics), kind)
+        if key in self._quick:
+            return self._quick[key]
+        micro = workload.micro_batch
+        if micro > 2 and _key(workload, numerics) not in self._traces:
+            one, two = (self._trace(workload.with_(micro_batch=m), numerics) for m in (1, 2))
+            pair = (_key(workload.with_(micro_batch=1), numerics), kind)
+            if pair not in self._compact and same_path(one, two):
+                self._compact[pair] = CompactSource(one, two, kind.wants(one))
+            if pair in self._compact:
+                return self._compact[pair].program(scaled_facts(one, two, micro), micro)
+        trace = self._trace(workload, numerics)
+        program = CompactSource(trace, None, kind.wants(trace)).program(trace, micro)
+        self._quick[key] = program
+        return program
 
     def estimate(self, workload: Workload, plan: Plan, cluster: Cluster, *, detail: bool = True) -> Estimate:
         """Memory and time of one plan.
@@ -74,24 +104,29 @@ class Estimator:
         """
         from toolkit.strategies import check_plan
         from toolkit.strategies.lowering import lower
-        from toolkit.timeline.tape import compile_trace
 
         check_plan(plan, workload, cluster)
-        key, trace = self._trace(workload, plan, cluster)
         kind = engine_class(plan.strategy)
-        program_key = (key, kind, not detail)
-        if program_key not in self._programs:
-            self._programs[program_key] = compile_trace(trace, not detail, kind.wants(trace))
-        engine = kind(trace, workload, plan, cluster)
-        tape = lower(self._programs[program_key], engine)
+        numerics = kind.numerics(workload, plan, _device(cluster))
+        program = (self._full_program if detail else self._quick_program)(workload, numerics, kind)
+        engine = kind(program.trace, workload, plan, cluster)
+        tape = lower(program, engine)
         return Estimate(
-            model=_facts(self.model, trace),
+            model=_facts(self.model, program.trace),
             workload=workload,
             cluster=cluster,
             plan=plan,
             memory=_memory(tape, engine, cluster, plan, detail),
-            time=_time(trace, workload, plan, cluster),
+            time=_time(program.trace, workload, plan, cluster),
         )
+
+
+def _device(cluster: Cluster) -> str:
+    return "cpu" if cluster.gpu.is_cpu else "cuda"
+
+
+def _key(workload: Workload, numerics: Any) -> Any:
+    return tuple(getattr(workload, name) for name in _TRACED_FIELDS), numerics
 
 
 def estimate(model: ModelSpec, workload: Workload, plan: Plan, cluster: Cluster) -> Estimate:

@@ -2,7 +2,7 @@
 
 A strategy writes it (`alloc`, `free`), the model's own code is appended in chunks. Two grains exist: the full one keeps
 every event; the compact one folds what the model's code does between two marks of an engine into its highest point and
-its net effect, which gives the same peaks from a fraction of the events.
+its net effect, which gives the same peaks from a fraction of the events, for any micro-batch.
 """
 
 from __future__ import annotations
@@ -58,26 +58,17 @@ class Program:
     compact: bool
 
 
-def compile_trace(trace: ModelTrace, compact: bool, wanted: Callable[[Mark], bool] = lambda _: True) -> Program:
-    """Cut a trace at the marks that an engine wants. `compact` folds each chunk to (highest point, net)."""
+def compile_trace(trace: ModelTrace, wanted: Callable[[Mark], bool] = lambda _: True) -> Program:
+    """Cut a trace at the marks that an engine wants, every event kept."""
     table = LabelTable()
     steps: list[Chunk | Mark] = []
     run: list[Memory] = []
 
     def close() -> None:
-        if not run:
-            return
-        deltas = [item.delta for item in run]
-        if compact:
-            level = np.cumsum(deltas)
-            top, net = max(0, int(level.max())), int(level[-1])
-            at = int(level.argmax())
-            label = table.number(run[at].category, run[at].module, run[at].phase)
-            steps.append(Chunk([top, net - top], [label, label], []))
-        else:
+        if run:
             labels = [table.number(item.category, item.module, item.phase) for item in run]
-            steps.append(Chunk(deltas, labels, [(item.birth, item.ordinal) for item in run]))
-        run.clear()
+            steps.append(Chunk([item.delta for item in run], labels, [(item.birth, item.ordinal) for item in run]))
+            run.clear()
 
     for item in trace.items:
         if isinstance(item, Memory):
@@ -86,7 +77,59 @@ def compile_trace(trace: ModelTrace, compact: bool, wanted: Callable[[Mark], boo
             close()
             steps.append(item)
     close()
-    return Program(steps, table, trace, compact)
+    return Program(steps, table, trace, False)
+
+
+class CompactSource:
+    """A trace folded between the marks of an engine, for any micro-batch: (highest point, net) per piece.
+
+    `two` is the trace at micro-batch 2 when `one` is that at 1 and both took the same path; None: `one` is for its own
+    micro-batch only.
+    """
+
+    def __init__(self, one: ModelTrace, two: ModelTrace | None, wanted: Callable[[Mark], bool]) -> None:
+        self.table = LabelTable()
+        self.plan: list[Mark | int] = []
+        """Marks, and numbers of pieces."""
+        starts: list[int] = []
+        labels: list[int] = []
+        first: list[int] = []
+        second: list[int] = []
+        open_piece = False
+        for i, item in enumerate(one.items):
+            if isinstance(item, Memory):
+                if not open_piece:
+                    open_piece = True
+                    self.plan.append(len(starts))
+                    starts.append(len(first))
+                    labels.append(self.table.number(item.category, item.module, item.phase))
+                first.append(item.delta)
+                if two is not None:
+                    second.append(two.items[i].delta)  # type: ignore[union-attr]
+            elif wanted(item):
+                open_piece = False
+                self.plan.append(item)
+        self._labels = labels
+        self._starts = np.asarray(starts, dtype=np.int64)
+        self._first = np.asarray(first, dtype=np.int64)
+        self._more = np.asarray(second, dtype=np.int64) - self._first if two is not None else None
+
+    def program(self, trace: ModelTrace, micro_batch: int) -> Program:
+        """The folded program at a micro-batch."""
+        deltas = self._first if self._more is None else self._first + (micro_batch - 1) * self._more
+        if not len(deltas):
+            return Program([s for s in self.plan if isinstance(s, Mark)], self.table, trace, True)
+        level = np.cumsum(deltas)
+        before = np.concatenate(([0], level))[self._starts]
+        ends = np.concatenate((self._starts[1:], [len(deltas)])) - 1
+        tops = np.maximum(np.maximum.reduceat(level, self._starts) - before, 0).tolist()
+        nets = (level[ends] - before).tolist()
+        steps: list[Chunk | Mark] = [
+            step if isinstance(step, Mark)
+            else Chunk([tops[step], nets[step] - tops[step]], [self._labels[step]] * 2, [])
+            for step in self.plan
+        ]
+        return Program(steps, self.table, trace, True)
 
 
 class Tape:

@@ -41,7 +41,6 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
     adapters.freeze_and_adapt(built.model, workload)
     with FakeTensorMode(allow_non_fake_inputs=True):
         materialise(built.model)
-        adapters.after_loading(built.model, workload)
         itemsizes = {name: p.element_size() for name, p in built.model.named_parameters()}
         _cast(built.model, numerics)
         semantics.prepare(built.model, workload, numerics)

@@ -1,0 +1,102 @@
+"""The folder that `recommend --write` makes: everything that launches the plan, and why it was chosen."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from toolkit.errors import UserError
+from toolkit.planner.recommendation import Recommendation
+from toolkit.planner.search import Evaluated
+from toolkit.strategies.base import write_whole
+
+
+def scaled_rate(chosen: Evaluated, base_batch: int, rate: float) -> tuple[float, str]:
+    """(rate, why) for the plan's global batch: square root for Adam-like optimizers, linear for SGD."""
+    work, world = chosen.candidate.workload, chosen.candidate.cluster.world_size
+    batch = work.micro_batch * work.accumulate * world
+    if work.optimizer == "sgd":
+        return rate * batch / base_batch, f"linear in the global batch of {batch}, with warm-up"
+    return rate * (batch / base_batch) ** 0.5, f"square root of the global batch of {batch}"
+
+
+def recipe_config(chosen: Evaluated, model: str, folder: Path, learning_rate: float) -> dict[str, Any]:
+    """The keys of recipes/train.py that the plan and the workload decide."""
+    work, plan = chosen.candidate.workload, chosen.candidate.plan
+    config: dict[str, Any] = {
+        "model": model,
+        "data": "data.jsonl",
+        "output": str(folder),
+        "method": work.method,
+        "seq_len": work.seq_len,
+        "micro_batch": work.micro_batch,
+        "accumulate": work.accumulate,
+        "precision": work.precision,
+        "attention": work.attention,
+        "loss": work.loss,
+        "checkpointing": plan.checkpointing,
+        "optimizer": work.optimizer,
+        "learning_rate": learning_rate,
+        "epochs": 1,
+    }
+    if work.method != "full":
+        config |= {"lora_rank": work.lora_rank, "lora_targets": work.lora_targets}
+    return config
+
+
+def write_files(
+    recommendation: Recommendation, folder: Path, model: str, *, base_batch: int | None = None, learning_rate: float = 2e-5
+) -> Recommendation:
+    """Write accelerate.yaml, ds_config.json where needed, train.yaml, launch.sh, recommendation.json and a README.
+
+    Raises:
+        UserError: the folder can't be written.
+    """
+    import yaml
+
+    from toolkit.strategies import render
+
+    chosen = recommendation.chosen
+    if chosen is None:
+        return recommendation
+    candidate = chosen.candidate
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--write {folder}: it is a file; name a folder")
+    launch = render(candidate.plan, candidate.workload, candidate.cluster)
+    rate, how = (learning_rate, "")
+    if base_batch is not None:
+        rate, how = scaled_rate(chosen, base_batch, learning_rate)
+    local = Path(model)
+    config = recipe_config(chosen, str(local.resolve()) if local.exists() else model, folder, rate) | dict(launch.recipe)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        written = launch.write(folder)
+    except OSError as error:
+        raise UserError(f"--write {folder}: {error.strerror or error}") from None
+    header = f"# What is trained. The plan it was made for: {candidate.name}; change `data` and the learning rate freely.\n"
+    if how:
+        header += f"# learning_rate: {learning_rate:g} was tuned for {base_batch} samples; scaled by the {how}.\n"
+    train = folder / "train.yaml"
+    write_whole(train, header + yaml.safe_dump(config, sort_keys=False))
+    script = folder / "launch.sh"
+    write_whole(script, launch.shell(folder, "recipes/train.py", train))
+    script.chmod(0o755)
+    write_whole(folder / "README.md", _readme(recommendation, folder))
+    names = [*(str(p) for p in (written or [])), str(train), str(script), str(folder / "README.md"), str(folder / "recommendation.json")]
+    result = replace(recommendation, files=list(dict.fromkeys(names)))
+    write_whole(folder / "recommendation.json", json.dumps(result.to_json(), indent=1))
+    return result
+
+
+def _readme(recommendation: Recommendation, folder: Path) -> str:
+    chosen = recommendation.chosen
+    lines = [f"# {chosen.candidate.name if chosen else ''}", "", recommendation.one_gpu, "", recommendation.reason + ".", ""]
+    if chosen and chosen.estimate:
+        memory = chosen.estimate.memory
+        lines += [f"Predicted peak per device: {memory.peak_total:,} bytes of {memory.capacity:,}, at {memory.at_peak.phase} "
+                  f"({memory.at_peak.module or 'the model itself'}).", ""]
+    lines += ["Set `data` in train.yaml, then:", "", f"    sh {folder}/launch.sh", "",
+              "`recommendation.json` holds every plan that was tried, with its figures.", ""]
+    return "\n".join(lines)

@@ -1,0 +1,175 @@
+"""Estimates and recommendations as a person reads them in a terminal."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from toolkit.estimate.result import CATEGORIES, Estimate
+from toolkit.planner.recommendation import Recommendation
+from toolkit.planner.search import Evaluated
+from toolkit.units import format_count, format_size
+
+BAR = 24
+
+
+def console() -> Console:
+    """Standard output; colours only on a terminal, a fixed width elsewhere so that files read well."""
+    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 110))
+    return Console(width=width, highlight=False, soft_wrap=False)
+
+
+@contextmanager
+def progress(title: str) -> Iterator[Callable[[str], None]]:
+    """A status line on stderr while something runs; silent when that is not a terminal."""
+    screen = Console(stderr=True)
+    if not screen.is_terminal:
+        yield lambda _: None
+        return
+    with screen.status(title) as status:
+        yield lambda what: status.update(f"{title}: {what}")
+
+
+def _bar(part: int, whole: int) -> str:
+    filled = round(BAR * part / whole) if whole else 0
+    return "█" * filled + "·" * (BAR - filled)
+
+
+def _title(e: Estimate) -> str:
+    w, c = e.workload, e.cluster
+    unit = "CPU process" if c.gpu.is_cpu else c.gpu.name
+    trainable = "" if e.model.parameters == e.model.trainable_parameters else \
+        f", {format_count(e.model.trainable_parameters)} trainable"
+    return (f"{e.model.name} ({format_count(e.model.parameters)} parameters{trainable}) · {w.method}, {w.precision}, {w.optimizer}, "
+            f"{w.micro_batch} x {w.seq_len} tokens{f' x {w.accumulate}' if w.accumulate > 1 else ''} · {e.plan.label} on "
+            f"{c.world_size} x {unit}")
+
+
+def show_estimate(e: Estimate, margin: float | None) -> None:
+    """The estimate of one plan: what is alive at the peak, what is around it, whether it fits."""
+    out, m = console(), e.memory
+    out.print(_title(e), style="bold")
+    table = Table(box=box.SIMPLE_HEAD, title=f"Alive at the peak: {m.at_peak.phase}, {m.at_peak.module or 'the model itself'}",
+                  title_justify="left", title_style="")
+    table.add_column("what")
+    table.add_column("size", justify="right")
+    table.add_column("share", justify="left")
+    for category in CATEGORIES:
+        size = m.breakdown[category]
+        table.add_row(category.replace("_", " "), format_size(size), _bar(size, m.peak_allocated) if size else "")
+    table.add_section()
+    table.add_row("peak allocated", format_size(m.peak_allocated), "steady state, the second and later steps")
+    out.print(table)
+    rows = Table(box=None, show_header=False, padding=(0, 2))
+    rows.add_row("first step", format_size(m.first_step_peak))
+    rows.add_row("between steps", format_size(m.resident))
+    rows.add_row("while loading", format_size(m.load_peak))
+    if not e.cluster.gpu.is_cpu:
+        low, high = m.outside_interval
+        rows.add_row("reserved by the allocator", format_size(m.peak_reserved))
+        rows.add_row("outside it (context, NCCL)", f"{format_size(m.outside_allocator)}  ({format_size(low)} to {format_size(high)})")
+    host = f"{format_size(m.host.peak)}" + (f" of {format_size(m.host.capacity)}" if m.host.capacity else "")
+    if m.host.peak:
+        rows.add_row("host memory of a node", host + (f", {format_size(m.host.pinned)} of it pinned" if m.host.pinned else ""))
+    if m.nvme:
+        rows.add_row("NVMe of a node", format_size(m.nvme))
+    if e.time is not None:
+        mfu = f", MFU {e.time.mfu:.0%}" if e.time.mfu is not None else ""
+        rows.add_row("step", f"{e.time.step_seconds:.3g} s, {format_count(e.time.tokens_per_second)} tokens/s{mfu}, "
+                             f"{e.time.communication_share:.0%} waiting for communication")
+    out.print(rows)
+    if len(m.largest) > 1:
+        out.print("\nLargest:", ", ".join(f"{what or category.replace('_', ' ')} {format_size(size)}"
+                                          for category, what, size in m.largest[:5]), style="dim")
+    for note in m.notes:
+        out.print("note:", note, style="dim")
+    limit = int(m.capacity * (1 - (margin or 0)))
+    fits = m.fits and m.peak_total <= limit
+    kept = f" with {margin:.0%} kept free" if margin else ""
+    verdict = (f"It fits: {format_size(m.peak_total)} of {format_size(m.capacity)}{kept}, {format_size(limit - m.peak_total)} to spare."
+               if fits else
+               f"It does not fit: {format_size(m.peak_total)} of {format_size(m.capacity)}{kept}, "
+               + (f"{format_size(m.peak_total - limit)} too much." if m.peak_total > limit else
+                  f"the host needs {format_size(m.host.peak)}."))
+    out.print(Text(verdict, style="bold green" if fits else "bold red"))
+
+
+def _row(result: Evaluated, chosen: bool) -> list[str | Text]:
+    c, e = result.candidate, result.estimate
+    mark = "→ " if chosen else "  "
+    if e is None:
+        return [mark + c.name, str(c.cluster.world_size), "", "", "", "", Text(result.why, style="dim")]
+    speed = format_count(e.time.tokens_per_second) if e.time else "-"
+    batch = f"{c.workload.micro_batch}" + (f" x {c.workload.accumulate}" if c.workload.accumulate > 1 else "")
+    style = "green" if result.fits else "red"
+    return [mark + c.name, str(c.cluster.world_size), batch, format_size(e.memory.peak_total),
+            format_size(e.memory.headroom), speed, Text(result.why, style=style)]
+
+
+def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | None = None, learning_rate: float = 2e-5) -> None:
+    """One GPU or not first, then the candidates, the choice, its neighbours, the commands."""
+    out = console()
+    out.print(r.one_gpu, style="bold")
+    results = r.results
+    if results and results[0].estimate:
+        e = results[0].estimate
+        unit = "a process" if e.cluster.gpu.is_cpu else e.cluster.gpu.name
+        out.print(f"{e.model.name}: {format_count(e.model.parameters)} parameters, {r.request.workload.method}, "
+                  f"{r.request.workload.precision}, {r.request.workload.seq_len} tokens; {format_size(e.memory.capacity)} on "
+                  f"{unit}, {r.request.kept_free:.0%} of it kept free")
+    shown = results if every else _worth_showing(results, r.chosen)
+    table = Table(box=box.SIMPLE_HEAD)
+    for name, justify in (("plan, lightest first", "left"), ("GPUs", "right"), ("batch", "right"), ("peak", "right"),
+                          ("headroom", "right"), ("tokens/s", "right"), ("verdict", "left")):
+        table.add_column(name, justify=justify)  # type: ignore[arg-type]
+    for result in shown:
+        table.add_row(*_row(result, r.chosen is not None and result.candidate == r.chosen.candidate))
+    out.print(table)
+    if len(shown) < len(results):
+        out.print(f"({len(results) - len(shown)} more plans were tried; --all shows them)", style="dim")
+    if r.chosen is None:
+        out.print(Text(r.reason[0].upper() + r.reason[1:] + ".", style="bold red"))
+        for change in r.changes:
+            verdict = "fits" if change.fits else f"still {format_size(change.short)} short"
+            out.print(f"  {change.what:<26} {change.option:<30} {verdict}", style="green" if change.fits else "dim")
+        return
+    out.print(Text(f"Chosen: {r.reason}.", style="bold green"))
+    for other, trade in r.alternatives:
+        out.print(f"  instead: {other.candidate.name}: {trade}", style="dim")
+    _rate(out, r, base_batch, learning_rate)
+    if r.files:
+        out.print("\nWritten:", ", ".join(r.files))
+        folder = r.files[0].rsplit("/", 1)[0]
+        out.print(f"Launch:  accelerate launch --config_file {folder}/accelerate.yaml recipes/train.py --config {folder}/train.yaml")
+    else:
+        out.print("\nAdd --write DIR for the files that launch it.", style="dim")
+
+
+def _rate(out: Console, r: Recommendation, base_batch: int | None, learning_rate: float) -> None:
+    if base_batch is None or r.chosen is None:
+        return
+    from toolkit.planner.files import scaled_rate
+
+    rate, how = scaled_rate(r.chosen, base_batch, learning_rate)
+    out.print(f"Learning rate: {learning_rate:g} was tuned for {base_batch} samples; {rate:.3g} is proposed ({how}).")
+
+
+def _worth_showing(results: list[Evaluated], chosen: Evaluated | None) -> list[Evaluated]:
+    """Per strategy its lightest plan and the first that fits, and the chosen one."""
+    keep: list[Evaluated] = []
+    seen: dict[str, set[bool]] = {}
+    for result in results:
+        key = f"{result.candidate.plan.label}/{result.candidate.cluster.world_size}"
+        state = seen.setdefault(key, set())
+        is_chosen = chosen is not None and result.candidate == chosen.candidate
+        if is_chosen or not state or (result.fits and True not in state):
+            keep.append(result)
+            state.add(result.fits)
+    return keep
