@@ -11,7 +11,8 @@ import typer
 from toolkit.cli import options as o
 from toolkit.errors import UserError
 
-EPILOG = ("Example: toolkit estimate llama-3.1-8b --gpu a100-80gb-sxm --gpus 8 --strategy fsdp --seq-len 4096 --checkpointing full. "
+EPILOG = ("Example: toolkit estimate llama-3.1-8b --gpu a100-80gb-sxm --gpus 8 --strategy fsdp --seq-len 4096 "
+          "--checkpointing full. "
           "Exit status: 0 it fits, 3 it does not, 2 bad input.")
 
 

@@ -30,7 +30,9 @@ def build_app() -> typer.Typer:
     @app.callback(
         epilog="Start with: toolkit recommend llama-3.1-8b --gpu a100-80gb-sxm --gpus 8"
     )
-    def root(version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version.")) -> None:
+    def root(
+        version: bool = typer.Option(False, "--version", callback=_version, is_eager=True, help="Print the version."),
+    ) -> None:
         """Will it fit, what is the lightest strategy that fits, how do I launch it, and what did it really use?"""
 
     for name in COMMANDS:

@@ -33,7 +33,8 @@ Accumulate = Annotated[int, _option("--accumulate", help="Micro-batches per opti
 Precision = Annotated[str, _option("--precision", help="fp32, bf16, fp16 (mixed, as Accelerate does it for the engine) or "
                                    "bf16-pure.", panel=WORK)]
 WeightsDtype = Annotated[str, _option("--weights-dtype", help="What the model is loaded as: auto, fp32 or bf16.", panel=WORK)]
-Optimizer = Annotated[str, _option("--optimizer", help="adamw, adamw-8bit, paged-adamw-8bit, adafactor, sgd or lion.", panel=WORK)]
+Optimizer = Annotated[str, _option("--optimizer", help="adamw, adamw-8bit, paged-adamw-8bit, adafactor, sgd or lion.",
+                                   panel=WORK)]
 OptimizerImpl = Annotated[str, _option("--optimizer-impl", help="default, foreach, fused or loop.", panel=WORK)]
 Attention = Annotated[str, _option("--attention", help="eager, sdpa or flash.", panel=WORK)]
 Loss = Annotated[str, _option("--loss", help="standard, chunked or fused.", panel=WORK)]

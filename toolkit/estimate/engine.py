@@ -151,7 +151,7 @@ def _facts(model: ModelSpec, trace: ModelTrace) -> ModelFacts:
         name=model.name,
         kind=trace.kind,
         architecture=trace.architecture,
-        parameters=sum(p.numel for p in trace.parameters if p.floating) + 2 * sum(p.numel for p in trace.parameters if not p.floating),
+        parameters=sum(p.numel if p.floating else 2 * p.numel for p in trace.parameters),  # two packed weights a byte
         trainable_parameters=sum(p.numel for p in trace.trainable),
         layers=len(trace.layer_paths),
         vocab_size=trace.vocab_size,

@@ -14,7 +14,7 @@ from toolkit.units import MIB
 def _table() -> dict[str, Any]:
     import yaml
 
-    return yaml.safe_load((files("toolkit.estimate") / "outside.yaml").read_text())  # type: ignore[no-any-return]
+    return yaml.safe_load((files("toolkit.estimate") / "outside.yaml").read_text())
 
 
 def communicators(plan: Plan, world: int) -> int:

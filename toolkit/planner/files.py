@@ -84,7 +84,7 @@ def write_files(
     write_whole(script, launch.shell(folder, "recipes/train.py", train))
     script.chmod(0o755)
     write_whole(folder / "README.md", _readme(recommendation, folder))
-    names = [*(str(p) for p in (written or [])), str(train), str(script), str(folder / "README.md"), str(folder / "recommendation.json")]
+    names = [str(p) for p in (*written, train, script, folder / "README.md", folder / "recommendation.json")]
     result = replace(recommendation, files=list(dict.fromkeys(names)))
     write_whole(folder / "recommendation.json", json.dumps(result.to_json(), indent=1))
     return result

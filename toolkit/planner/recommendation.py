@@ -210,7 +210,8 @@ def _larger_gpu(base: Any) -> list[tuple[str, str, Any]]:
     larger = sorted((g for g in gpus().values() if g.memory > base.cluster.gpu.memory * 1.1), key=lambda g: g.memory)
     if not larger:
         return []
-    return [(f"a larger GPU ({larger[0].name})", f"--gpu {larger[0].name}", replace(base, cluster=replace(base.cluster, gpu=larger[0])))]
+    gpu = larger[0]
+    return [(f"a larger GPU ({gpu.name})", f"--gpu {gpu.name}", replace(base, cluster=replace(base.cluster, gpu=gpu)))]
 
 
 __all__ = ["Change", "Estimate", "Recommendation", "UserError", "recommend"]

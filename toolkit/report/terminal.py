@@ -47,9 +47,9 @@ def _title(e: Estimate) -> str:
     unit = "CPU process" if c.gpu.is_cpu else c.gpu.name
     trainable = "" if e.model.parameters == e.model.trainable_parameters else \
         f", {format_count(e.model.trainable_parameters)} trainable"
-    return (f"{e.model.name} ({format_count(e.model.parameters)} parameters{trainable}) · {w.method}, {w.precision}, {w.optimizer}, "
-            f"{w.micro_batch} x {w.seq_len} tokens{f' x {w.accumulate}' if w.accumulate > 1 else ''} · {e.plan.label} on "
-            f"{c.world_size} x {unit}")
+    return (f"{e.model.name} ({format_count(e.model.parameters)} parameters{trainable}) · {w.method}, {w.precision}, "
+            f"{w.optimizer}, {w.micro_batch} x {w.seq_len} tokens{f' x {w.accumulate}' if w.accumulate > 1 else ''} · "
+            f"{e.plan.label} on {c.world_size} x {unit}")
 
 
 def show_estimate(e: Estimate, margin: float | None) -> None:
@@ -74,7 +74,8 @@ def show_estimate(e: Estimate, margin: float | None) -> None:
     if not e.cluster.gpu.is_cpu:
         low, high = m.outside_interval
         rows.add_row("reserved by the allocator", format_size(m.peak_reserved))
-        rows.add_row("outside it (context, NCCL)", f"{format_size(m.outside_allocator)}  ({format_size(low)} to {format_size(high)})")
+        rows.add_row("outside it (context, NCCL)",
+                     f"{format_size(m.outside_allocator)}  ({format_size(low)} to {format_size(high)})")
     host = f"{format_size(m.host.peak)}" + (f" of {format_size(m.host.capacity)}" if m.host.capacity else "")
     if m.host.peak:
         rows.add_row("host memory of a node", host + (f", {format_size(m.host.pinned)} of it pinned" if m.host.pinned else ""))
@@ -93,7 +94,8 @@ def show_estimate(e: Estimate, margin: float | None) -> None:
     limit = int(m.capacity * (1 - (margin or 0)))
     fits = m.fits and m.peak_total <= limit
     kept = f" with {margin:.0%} kept free" if margin else ""
-    verdict = (f"It fits: {format_size(m.peak_total)} of {format_size(m.capacity)}{kept}, {format_size(limit - m.peak_total)} to spare."
+    verdict = (f"It fits: {format_size(m.peak_total)} of {format_size(m.capacity)}{kept}, "
+               f"{format_size(limit - m.peak_total)} to spare."
                if fits else
                f"It does not fit: {format_size(m.peak_total)} of {format_size(m.capacity)}{kept}, "
                + (f"{format_size(m.peak_total - limit)} too much." if m.peak_total > limit else
@@ -147,7 +149,8 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
     if r.files:
         out.print("\nWritten:", ", ".join(r.files))
         folder = r.files[0].rsplit("/", 1)[0]
-        out.print(f"Launch:  accelerate launch --config_file {folder}/accelerate.yaml recipes/train.py --config {folder}/train.yaml")
+        out.print(f"Launch:  accelerate launch --config_file {folder}/accelerate.yaml recipes/train.py "
+                  f"--config {folder}/train.yaml")
     else:
         out.print("\nAdd --write DIR for the files that launch it.", style="dim")
 

@@ -31,7 +31,7 @@ class ModelSpec:
         """The config of the text model: nested multimodal configs keep it under `text_config` and kin."""
         for key in ("text_config", "llm_config", "language_config", "decoder"):
             if isinstance(self.config.get(key), Mapping):
-                return self.config[key]  # type: ignore[no-any-return]
+                return self.config[key]
         return self.config
 
     @property

@@ -97,7 +97,7 @@ class Plan:
     @property
     def label(self) -> str:
         """The strategy with its aids, as tables and file names show it: `zero3-offload-all`."""
-        parts = [self.strategy]
+        parts: list[str] = [self.strategy]
         if self.offload != "none":
             parts.append(f"offload-{self.offload}" + ("-nvme" if self.offload_to == "nvme" else ""))
         parts += [f"{axis}{degree}" for axis in ("tp", "cp", "sp") if (degree := getattr(self, axis)) > 1]

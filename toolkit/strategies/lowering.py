@@ -52,7 +52,7 @@ class Engine:
     def numerics(workload: Workload, plan: Plan, device: str) -> Numerics:
         """How the model computes: autocast as Accelerate wraps the forward."""
         autocast = workload.precision if workload.precision in ("bf16", "fp16") else "none"
-        return Numerics(device="cpu" if device == "cpu" else "cuda", autocast=autocast, checkpointing=plan.checkpointing)  # type: ignore[arg-type]
+        return Numerics(device="cpu" if device == "cpu" else "cuda", autocast=autocast, checkpointing=plan.checkpointing)
 
     @staticmethod
     def wants(trace: ModelTrace) -> Callable[[Mark], bool]:

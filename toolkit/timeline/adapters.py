@@ -82,7 +82,8 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
-            raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {str(error).splitlines()[0][:200]}") from None
+            first = str(error).splitlines()[0][:200]
+            raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first}") from None
     for name, parameter in model.named_parameters():
         adapter = "lora_" in name
         parameter.requires_grad_(adapter) if parameter.is_floating_point() else None

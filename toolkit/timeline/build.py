@@ -33,10 +33,9 @@ _SUFFIXES = (
     ("ForTokenClassification", "token-classification"),
     ("ForMaskedLM", "sequence-classification"),
 )
-ENCODER_TYPES = frozenset(
-    "bert roberta xlm-roberta distilbert electra deberta deberta-v2 albert camembert mpnet modernbert".split()
-)
-SEQ2SEQ_TYPES = frozenset("t5 mt5 umt5 bart mbart pegasus marian longt5 m2m_100 blenderbot".split())
+ENCODER_TYPES = frozenset(("bert", "roberta", "xlm-roberta", "distilbert", "electra", "deberta", "deberta-v2", "albert",
+                           "camembert", "mpnet", "modernbert"))
+SEQ2SEQ_TYPES = frozenset(("t5", "mt5", "umt5", "bart", "mbart", "pegasus", "marian", "longt5", "m2m_100", "blenderbot"))
 
 
 @dataclass(frozen=True)
@@ -101,7 +100,8 @@ def load_config(spec: ModelSpec) -> Any:
 
     values = dict(spec.text_config)
     if spec.config.get("auto_map") and not spec.trust_remote_code:
-        raise UserError(f"{spec.name}: its config asks for remote code (auto_map); this is refused unless --trust-remote-code is given")
+        raise UserError(f"{spec.name}: its config asks for remote code (auto_map); this is refused unless --trust-remote-code "
+                        "is given")
     model_type = values.pop("model_type", None)
     if not model_type:
         raise UserError(f"{spec.name}: its config has no model_type, so transformers can't tell which model it is")

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd import _get_sequence_nr  # type: ignore[attr-defined]
+from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):
     head_path = "\0"
 
     def _follow_backward(self) -> None:
-        node = torch._C._current_autograd_node()  # type: ignore[attr-defined]
+        node = torch._C._current_autograd_node()
         if node is None or node.name() == _ACCUMULATE or self._stack:
             return
         owner = self._changes_to[bisect_right(self._changes_at, node._sequence_nr()) - 1]

@@ -82,7 +82,8 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
-               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False) -> torch.Tensor:
+               dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
+               enable_gqa: bool = False) -> torch.Tensor:
     """Flash attention for 16-bit inputs without a mask, the memory-efficient kernel otherwise (ATen sdp_utils.cpp)."""
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
@@ -203,7 +204,7 @@ def _fused_part(head: Any, rows: torch.Tensor, labels: torch.Tensor) -> torch.Te
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         rows, weight = rows.to(dtype), weight.to(dtype)
-    return _FusedLinearCrossEntropy.apply(rows, weight)  # type: ignore[no-any-return]
+    return _FusedLinearCrossEntropy.apply(rows, weight)
 
 
 def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Numerics) -> torch.Tensor:
@@ -214,7 +215,7 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
         return _wrapped(lambda: run(**inputs).logits, numerics)
     if workload.loss_only:
         return _wrapped(lambda: _summed(run, batch), numerics)
-    return _wrapped(lambda: run(**batch), numerics).loss  # type: ignore[no-any-return]
+    return _wrapped(lambda: run(**batch), numerics).loss
 
 
 def _summed(run: Callable[..., Any], batch: dict[str, Any]) -> torch.Tensor:

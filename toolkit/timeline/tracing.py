@@ -68,7 +68,7 @@ def _cast(model: Any, numerics: Numerics) -> None:
                 new = getattr(parameter, "_cast_to", None)
                 if new is None:
                     new = torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
-                    parameter._cast_to = new  # type: ignore[attr-defined]
+                    parameter._cast_to = new
                 module._parameters[name] = new
         if numerics.cast_buffers:
             for name, buffer in module._buffers.items():
@@ -85,7 +85,7 @@ def _batch(built: BuiltModel, workload: Workload) -> dict[str, Any]:
         return {"input_ids": ids, "labels": torch.zeros((workload.micro_batch,), dtype=torch.long)}
     batch = {"input_ids": ids, "labels": ids}
     if built.kind != "token-classification" and built.kind != "seq2seq-lm":
-        batch["use_cache"] = False  # type: ignore[assignment]
+        batch["use_cache"] = False
     return batch
 
 

@@ -64,7 +64,7 @@ class FsdpEngine(Engine):
     def numerics(workload: Workload, plan: Plan, device: str) -> Numerics:
         """Parameters are gathered in the low precision; Accelerate does not autocast around FSDP2."""
         compute = workload.precision if workload.precision in ("bf16", "fp16") else "loaded"
-        return Numerics(device="cpu" if device == "cpu" else "cuda", compute_dtype=compute, checkpointing=plan.checkpointing)  # type: ignore[arg-type]
+        return Numerics(device="cpu" if device == "cpu" else "cuda", compute_dtype=compute, checkpointing=plan.checkpointing)
 
     @staticmethod
     def wants(trace: ModelTrace) -> Callable[[Mark], bool]:
