@@ -44,9 +44,7 @@ def launcher_environment(path: Path) -> tuple[Any, dict[str, str]]:
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_deepspeed_cmd_env, prepare_multi_gpu_env
 
-    arguments = launch_command_parser().parse_args(
-        ["--config_file", str(path), "--main_process_port=0", "train.py"]
-    )
+    arguments = launch_command_parser().parse_args(["--config_file", str(path), "--main_process_port=0", "train.py"])
     arguments, defaults, precision = _validate_launch_command(arguments)
     assert not precision, "the file says nothing of precision"
     if arguments.use_deepspeed:
@@ -60,17 +58,11 @@ def launcher_environment(path: Path) -> tuple[Any, dict[str, str]]:
 
 def test_the_repository_holds_what_is_rendered() -> None:
     for path, text in texts().items():
-        assert (ROOT / path).read_text(encoding="utf-8") == text, (
-            f"{path}: run python -m toolkit.strategies.ship"
-        )
+        assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python -m toolkit.strategies.ship"
 
 
 def test_the_folders_hold_nothing_else() -> None:
-    found = {
-        f"{folder}/{p.name}"
-        for folder in ("recipes/accelerate", "ds_configs")
-        for p in (ROOT / folder).iterdir()
-    }
+    found = {f"{folder}/{p.name}" for folder in ("recipes/accelerate", "ds_configs") for p in (ROOT / folder).iterdir()}
     assert found == set(texts())
 
 
@@ -113,9 +105,7 @@ def test_no_hyperparameter_in_a_strategy_file(shipped: Shipped) -> None:
 
 
 @each_shipped
-def test_a_shipped_file_reads_back_as_its_plan(
-    shipped: Shipped, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_shipped_file_reads_back_as_its_plan(shipped: Shipped, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # From anywhere: the JSON is found from the root that the YAML's own folder lies in.
     monkeypatch.chdir(tmp_path)
     found = read(ROOT / f"recipes/accelerate/{shipped.name}.yaml")
@@ -136,16 +126,12 @@ def test_the_launcher_takes_it(shipped: Shipped, clean_environment: pytest.Monke
     assert bool(arguments.use_deepspeed) == (info.engine == "DEEPSPEED")
     assert bool(arguments.use_fsdp) == (info.engine == "FSDP")
     assert bool(arguments.multi_gpu) == (info.engine == "MULTI_GPU")
-    assert (environment.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true") == (
-        shipped.plan.strategy == "hsdp"
-    )
+    assert (environment.get("ACCELERATE_USE_PARALLELISM_CONFIG") == "true") == (shipped.plan.strategy == "hsdp")
 
 
 @pytest.mark.parametrize("shipped", [s for s in SHIPPED if s.files.accelerate["distributed_type"] == "FSDP"],
                          ids=lambda s: s.name)  # fmt: skip
-def test_the_fsdp_plugin_has_what_the_file_says(
-    shipped: Shipped, clean_environment: pytest.MonkeyPatch
-) -> None:
+def test_the_fsdp_plugin_has_what_the_file_says(shipped: Shipped, clean_environment: pytest.MonkeyPatch) -> None:
     from accelerate.utils import FullyShardedDataParallelPlugin
 
     _, environment = launcher_environment(ROOT / f"recipes/accelerate/{shipped.name}.yaml")
@@ -158,9 +144,7 @@ def test_the_fsdp_plugin_has_what_the_file_says(
     assert plugin.reshard_after_forward is section["fsdp_reshard_after_forward"]
     assert plugin.cpu_ram_efficient_loading is section["fsdp_cpu_ram_efficient_loading"]
     assert plugin.auto_wrap_policy.__name__ == "transformer_auto_wrap_policy"
-    assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == section.get(
-        "fsdp_offload_params", False
-    )
+    assert (type(plugin.cpu_offload).__name__ == "CPUOffloadPolicy") == section.get("fsdp_offload_params", False)
     assert plugin.activation_checkpointing is False
     assert plugin.state_dict_type.name == "SHARDED_STATE_DICT"
 
@@ -173,9 +157,7 @@ def test_deepspeed_takes_the_json(shipped: Shipped, clean_environment: pytest.Mo
     from deepspeed.runtime.config import DeepSpeedConfig
 
     content = json.loads((ROOT / f"ds_configs/{shipped.name}.json").read_text(encoding="utf-8"))
-    resolved = resolve(
-        content, hidden_size=None, micro_batch=2, accumulate=4, ranks=1, clip=0.5, precision="bf16"
-    )
+    resolved = resolve(content, hidden_size=None, micro_batch=2, accumulate=4, ranks=1, clip=0.5, precision="bf16")
     assert not list(autos(resolved))
     config = DeepSpeedConfig(resolved)
     assert config.zero_optimization_stage == STRATEGIES[shipped.plan.strategy].stage
@@ -185,19 +167,14 @@ def test_deepspeed_takes_the_json(shipped: Shipped, clean_environment: pytest.Mo
     devices = [None if part is None else str(getattr(part.device, "value", part.device))
                for part in (zero.offload_optimizer, zero.offload_param)]  # fmt: skip
     target = shipped.plan.offload_to
-    assert (
-        devices
-        == {"none": [None, None], "optimizer": [target, None], "all": [target, target]}[shipped.plan.offload]
-    )
+    assert devices == {"none": [None, None], "optimizer": [target, None], "all": [target, target]}[shipped.plan.offload]
     if shipped.plan.strategy == "zero3":
         assert zero.gather_16bit_weights_on_model_save, "without it an export fails after the training"
         assert zero.param_persistence_threshold == shipped.plan.persist
 
 
 @pytest.mark.parametrize("shipped", WITH_JSON, ids=[s.name for s in WITH_JSON])
-def test_the_deepspeed_plugin_takes_both_files(
-    shipped: Shipped, clean_environment: pytest.MonkeyPatch
-) -> None:
+def test_the_deepspeed_plugin_takes_both_files(shipped: Shipped, clean_environment: pytest.MonkeyPatch) -> None:
     """Accelerate refuses a YAML that repeats what the JSON says (`_deepspeed_config_checks`)."""
     from accelerate.utils import DeepSpeedPlugin
 
@@ -223,9 +200,7 @@ def test_deepspeed_defaults_are_those_of_the_installed_class() -> None:
         DeepSpeedZeroOffloadParamConfig,
     )
 
-    fields = {
-        (field.alias or name): field.default for name, field in DeepSpeedZeroConfig.model_fields.items()
-    }
+    fields = {(field.alias or name): field.default for name, field in DeepSpeedZeroConfig.model_fields.items()}
     fields["pin_memory"] = DeepSpeedZeroOffloadOptimizerConfig().pin_memory
     assert DeepSpeedZeroOffloadParamConfig().pin_memory == fields["pin_memory"]
     found = engine_defaults()
@@ -282,18 +257,12 @@ def fake_accelerate(folder: Path) -> dict[str, str]:
 @pytest.mark.parametrize(
     "own", [{}, {"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF": "backend:native"}]
 )
-def test_the_launch_sets_the_allocator_unless_the_user_did(
-    own: dict[str, str], tmp_path: Path, make_cluster: Make
-) -> None:
+def test_the_launch_sets_the_allocator_unless_the_user_did(own: dict[str, str], tmp_path: Path, make_cluster: Make) -> None:
     script = tmp_path / "launch.sh"
-    text = render(Plan(strategy="fsdp"), Workload(), make_cluster()).shell(
-        "my run", "recipes/train.py", "my run/train.yaml"
-    )
+    text = render(Plan(strategy="fsdp"), Workload(), make_cluster()).shell("my run", "recipes/train.py", "my run/train.yaml")
     script.write_text(text, encoding="utf-8")
     environment = {**fake_accelerate(tmp_path), **own}
-    done = subprocess.run(
-        ["sh", str(script), "max_steps=3"], env=environment, capture_output=True, text=True, check=True
-    )
+    done = subprocess.run(["sh", str(script), "max_steps=3"], env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
     assert words[:-3] == ["launch", "--config_file", "my run/accelerate.yaml", "recipes/train.py", "--config",
                           "my run/train.yaml", "max_steps=3"]  # fmt: skip
@@ -314,10 +283,7 @@ def test_several_nodes_take_their_rank_from_the_environment(tmp_path: Path, make
     environment |= {"MACHINE_RANK": "1", "MAIN_PROCESS_IP": "10.0.0.7"}
     done = subprocess.run(["sh", str(script)], env=environment, capture_output=True, text=True, check=True)
     words = done.stdout.splitlines()
-    assert (
-        words[words.index("--machine_rank") + 1] == "1"
-        and words[words.index("--main_process_ip") + 1] == "10.0.0.7"
-    )
+    assert words[words.index("--machine_rank") + 1] == "1" and words[words.index("--main_process_ip") + 1] == "10.0.0.7"
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "hsdp", "zero3"])

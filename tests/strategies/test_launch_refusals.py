@@ -64,9 +64,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("plan", "changes", "shape", "words"), REFUSED, ids=[words for *_, words in REFUSED])
-def test_refused(
-    plan: Plan, changes: dict[str, object], shape: tuple[int, int], words: str, make_cluster: Make
-) -> None:
+def test_refused(plan: Plan, changes: dict[str, object], shape: tuple[int, int], words: str, make_cluster: Make) -> None:
     with pytest.raises(UserError) as caught:
         check_plan(plan, Workload().with_(**changes), make_cluster(*shape))
     assert words in str(caught.value)
@@ -117,9 +115,7 @@ def test_every_combination_of_degrees_is_rendered_or_refused_in_words(make_clust
 
 def test_ddp_settings_have_no_key_in_the_file(make_cluster: Make) -> None:
     with pytest.raises(UserError, match="gradient_as_bucket_view can't be written"):
-        render(
-            Plan(strategy="ddp", ddp=DdpSettings(gradient_as_bucket_view=True)), Workload(), make_cluster()
-        )
+        render(Plan(strategy="ddp", ddp=DdpSettings(gradient_as_bucket_view=True)), Workload(), make_cluster())
     # torch's own value needs no key.
     render(Plan(strategy="ddp", ddp=DdpSettings(bucket_cap_mb=25)), Workload(), make_cluster())
 

@@ -37,9 +37,7 @@ NAMES = st.lists(st.from_regex(r"[A-Z][A-Za-z0-9]{1,12}", fullmatch=True), max_s
 def plans(draw: st.DrawFn) -> tuple[Plan, Cluster]:
     """A plan that its engine can run, and a cluster for it."""
     info = STRATEGIES[draw(st.sampled_from(sorted(STRATEGIES)))]
-    cluster = Cluster(
-        gpu=GPU, gpus_per_node=draw(st.sampled_from((1, 2, 4, 8))), nodes=draw(st.sampled_from((1, 2, 3)))
-    )
+    cluster = Cluster(gpu=GPU, gpus_per_node=draw(st.sampled_from((1, 2, 4, 8))), nodes=draw(st.sampled_from((1, 2, 3))))
     fields: dict[str, object] = {"offload": draw(st.sampled_from(info.offloads))}
     if fields["offload"] != "none":
         fields["offload_to"] = draw(st.sampled_from(info.offload_to))
@@ -75,9 +73,7 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Cluster]:
             "pin_memory",
             "gather_16bit_on_save",
         )
-        values: dict[str, object] = {name: draw(SIZES) for name in sizes} | {
-            name: draw(SWITCH) for name in switches
-        }
+        values: dict[str, object] = {name: draw(SIZES) for name in sizes} | {name: draw(SWITCH) for name in switches}
         values["grad_accum_dtype"] = draw(st.sampled_from((None, "fp32", "bf16", "fp16")))
         values["gradient_clipping"] = draw(st.sampled_from((None, 0.0, 0.5, 1.0)))
         fields["zero"] = ZeroSettings(**values)  # type: ignore[arg-type]
@@ -89,17 +85,13 @@ def plans(draw: st.DrawFn) -> tuple[Plan, Cluster]:
     return plan, cluster
 
 
-@settings(
-    max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much]
-)
+@settings(max_examples=300, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(plans())
 def test_render_then_read_gives_the_plan_back(drawn: tuple[Plan, Cluster]) -> None:
     plan, cluster = drawn
     files = render(plan, Workload(), cluster)
     text = files.deepspeed_json()
-    found = read(
-        yaml.safe_load(files.accelerate_yaml()), None if text is None else json.loads(text), files.recipe
-    )
+    found = read(yaml.safe_load(files.accelerate_yaml()), None if text is None else json.loads(text), files.recipe)
     assert found.plan == canonical(plan, cluster)
     assert (found.processes, found.nodes) == (cluster.world_size, cluster.nodes)
     assert found.notes == ()
@@ -107,9 +99,7 @@ def test_render_then_read_gives_the_plan_back(drawn: tuple[Plan, Cluster]) -> No
     assert found.precision is None, "the precision is the recipe's"
 
 
-@settings(
-    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much]
-)
+@settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.filter_too_much])
 @given(plans())
 def test_canonical_is_a_fixed_point_and_the_same_run(drawn: tuple[Plan, Cluster]) -> None:
     plan, cluster = drawn
