@@ -147,7 +147,7 @@ def launch(tiny_model: Path, chat_data: Path, tmp_path: Path) -> Callable[..., R
         words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes",
                  str(number), "--main_process_port", str(free_port()), *flags, str(ROOT / "recipes" / "train.py")]
         words += [f"{key}={'null' if value is None else value}" for key, value in values.items()]
-        done = subprocess.run(words, env={**os.environ, **ENVIRONMENT, **(env or {})}, cwd=tmp_path,
+        done = subprocess.run(words, env={**os.environ, **ENVIRONMENT, **(env or {})}, cwd=ROOT,
                               capture_output=True, text=True, timeout=400)
         return Run(Path(values["output"]), done.returncode, done.stdout + done.stderr)
 

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -148,6 +149,11 @@ def _engage_on_cpu(engine: Engine, timeout: timedelta) -> None:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # DeepSpeed's CPU communicator reads the number of local ranks under this name.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        from deepspeed import comm, ops
+
+        # An all-reduce for inference, which DeepSpeed would compile for a minute when it joins CPU ranks.
+        ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        comm.init_distributed(dist_backend="gloo", auto_mpi_discovery=False, timeout=timeout, verbose=False)
     PartialState(cpu=True, timeout=timeout)
     if engine == "fsdp":
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -208,13 +214,25 @@ def _deepspeed_plugin(config: TrainConfig) -> Any:
     return plugin
 
 
-def without_sharded_init(accelerator: Accelerator) -> AbstractContextManager[None]:
-    """A context in which a model is built whole on every rank, as it is under every engine but ZeRO-3.
+@contextmanager
+def without_sharded_init(accelerator: Accelerator) -> Iterator[None]:
+    """Within it a model is built whole on every rank, as it is under every engine but ZeRO-3.
 
-    ZeRO-3's init context draws the random numbers of a parameter from another state, so that a random model
-    would start from other weights than under the other engines. """
+    ZeRO-3's init context draws a parameter's random numbers from another state, so that a random model would start
+    from other weights than elsewhere. transformers enters that context whenever it knows of a ZeRO-3 config;
+    Accelerate's own switch for it (`zero3_init_context_manager`) leaves transformers' knowledge as it is.
+    """
     plugin = getattr(accelerator.state, "deepspeed_plugin", None)
-    return nullcontext() if plugin is None else plugin.zero3_init_context_manager(enable=False)
+    if plugin is None:
+        yield
+        return
+    from transformers.integrations.deepspeed import set_hf_deepspeed_config, unset_hf_deepspeed_config
+
+    unset_hf_deepspeed_config()
+    try:
+        yield
+    finally:
+        set_hf_deepspeed_config(plugin.dschf)
 
 
 def running_engine(accelerator: Accelerator, model: torch.nn.Module) -> str:

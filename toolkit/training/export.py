@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from toolkit.errors import ToolkitError
+from toolkit.training.accelerator import without_sharded_init
 from toolkit.training.config import TrainConfig
 
 if TYPE_CHECKING:
@@ -95,7 +96,8 @@ def export_model(config: TrainConfig, accelerator: Accelerator, model: torch.nn.
     if adapter:
         inner.save_pretrained(scratch, state_dict=weights)
     else:
-        _save_full(inner, weights, dtype, scratch, bool(getattr(model_config, "use_cache", True)))
+        with without_sharded_init(accelerator):
+            _save_full(inner, weights, dtype, scratch, bool(getattr(model_config, "use_cache", True)))
     tokenizer.save_pretrained(scratch)
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
@@ -110,9 +112,8 @@ def _save_full(model: Any, weights: dict[str, torch.Tensor], dtype: torch.dtype,
     config.use_cache = use_cache
     with torch.device("meta"):
         empty = AutoModelForCausalLM.from_config(config, dtype=dtype)
-    for attribute in ("_weight_conversions",):
-        if hasattr(model, attribute):
-            setattr(empty, attribute, getattr(model, attribute))
+    if hasattr(model, "_weight_conversions"):
+        empty._weight_conversions = model._weight_conversions  # How the names in the files differ from the model's.
     if getattr(model, "generation_config", None) is not None:
         empty.generation_config = model.generation_config
     buffers = {name: tensor.detach().cpu() for name, tensor in model.state_dict().items()
