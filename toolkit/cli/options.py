@@ -73,8 +73,14 @@ def workload_from(values: dict[str, Any]) -> Workload:
 
 
 def plan_from(values: dict[str, Any]) -> Plan:
-    """The plan of a command's options."""
-    return Plan(**{name: values[name] for name in _PLAN if name in values})
+    """The plan of a command's options; DeepSpeed's sizes are dropped, with a word on stderr, where they have no effect."""
+    given = {name: values[name] for name in _PLAN if name in values}
+    effective = {"bucket": str(given["strategy"]).startswith("zero"), "persist": given["strategy"] == "zero3"}
+    for name, counts in effective.items():
+        if given.get(name) is not None and not counts:
+            typer.echo(f"toolkit: note: --{name} has no effect under {given['strategy']}", err=True)
+            given[name] = None
+    return Plan(**given)
 
 
 def cluster_from(values: dict[str, Any]) -> Cluster:
