@@ -80,7 +80,7 @@ def main(arguments: list[str]) -> None:
     done = checkpoints.load(found) if found else Progress(step=0)
     if config.resume == "never":
         checkpoints.set_aside()
-    predicted = predict(config, plan, model_config, accelerator)
+    predicted = predict(config, plan, model_config, accelerator, log)
     log.facts(folder.description(plan, parameters, trainable, data, total_steps, predicted, found))
     gc.collect()
 

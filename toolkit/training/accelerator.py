@@ -143,10 +143,10 @@ def _engage_on_cpu(engine: Engine, timeout: timedelta) -> None:
     from accelerate.utils import DistributedType
 
     os.environ.pop("ACCELERATE_USE_CPU", None)  # It makes Accelerate ignore FSDP and DeepSpeed.
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # Keeps DeepSpeed from probing for devices, and from saying so.
     if engine == "single":
         return
     if engine == "deepspeed":
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
         # DeepSpeed's CPU communicator reads the number of local ranks under this name.
         os.environ.setdefault("LOCAL_SIZE", os.environ.get("LOCAL_WORLD_SIZE", "1"))
         from deepspeed import comm, ops

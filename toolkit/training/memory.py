@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import gc
+import os
 from typing import TYPE_CHECKING, Any
 
 from toolkit.profiling.counter import Counter, device_counter
-from toolkit.specs import Plan
+from toolkit.specs import Cluster, Gpu, ModelSpec, Plan
+from toolkit.training.accelerator import without_sharded_init
 from toolkit.training.config import TrainConfig
+from toolkit.training.metrics import Log
 from toolkit.training.step import highest
 from toolkit.units import format_size
 
@@ -57,9 +60,36 @@ class MemoryWatch:
         }
 
 
-def predict(config: TrainConfig, plan: Plan, model_config: Any, accelerator: Accelerator) -> dict[str, Any] | None:
-    """The estimate's memory for this run on this device as plain data; None where it cannot be estimated."""
-    return None
+def predict(config: TrainConfig, plan: Plan, model_config: Any, accelerator: Accelerator,
+            log: Log) -> dict[str, Any] | None:
+    """The estimate of this run on this machine as plain data, on the main process; None where there is none.
+
+    A run is not held up by it: whatever goes wrong in an estimate is said in the log.
+    """
+    if not accelerator.is_main_process:
+        return None
+    spec = ModelSpec(name=config.model, config=model_config.to_dict(), source=config.model)
+    try:
+        from toolkit.estimate.engine import estimate
+
+        with without_sharded_init(accelerator):
+            found = estimate(spec, config.workload, plan, _cluster(accelerator))
+    except Exception as error:  # noqa: BLE001 - see above
+        log.say(f"note: this run's memory is not predicted ({type(error).__name__}: {' '.join(str(error).split())})")
+        return None
+    return dict(found.to_json()["memory"])
+
+
+def _cluster(accelerator: Accelerator) -> Cluster:
+    """The machines of this run as the estimate sees them."""
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return Cluster(gpu=_cpu(), gpus_per_node=local, nodes=accelerator.num_processes // local)
+
+
+def _cpu() -> Gpu:
+    return Gpu(name="cpu", memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), bf16_flops=None,
+               fp16_flops=None, fp32_flops=1e11, bandwidth=1e10, link="memory", link_bandwidth=1e10,
+               pcie_bandwidth=1e10)
 
 
 def compared(predicted: dict[str, Any] | None, measured: dict[str, Any]) -> str:
