@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
+from toolkit.strategies.zero.launch import persistence
 from toolkit.strategies.zero.memory import ZeroEngine
 from toolkit.timeline.optimizers import OptimizerTensor, play_step, state_bytes
 from toolkit.timeline.tape import Tape
@@ -47,7 +48,7 @@ class Zero3Engine(ZeroEngine):
 
     def __init__(self, trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster) -> None:
         super().__init__(trace, workload, plan, cluster)
-        threshold = plan.persist if plan.persist is not None else 100_000
+        threshold = persistence(plan)
         self.parameters = {p.name: Gathered(p, p.numel <= threshold) for p in trace.parameters}
         self.of_module: dict[str, list[Gathered]] = {}
         for gathered in self.parameters.values():
