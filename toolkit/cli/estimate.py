@@ -49,8 +49,9 @@ def estimate(
         raise UserError("--ds-config goes with --accelerate-config")
     if accelerate_config is not None:
         from toolkit.strategies import read
+        from toolkit.strategies.zero.autos import hidden_size_of
 
-        found = read(accelerate_config, ds_config, hidden_size=int(spec.text_config.get("hidden_size", 0)) or None)
+        found = read(accelerate_config, ds_config, hidden_size=hidden_size_of(spec.config))
         plan = found.plan.with_(checkpointing=checkpointing)
         changes = {k: v for k, v in (("precision", found.precision), ("accumulate", found.accumulate)) if v is not None}
         workload = workload.with_(**changes)

@@ -273,11 +273,13 @@ def running_plan(accelerator: Accelerator, model: torch.nn.Module, config: Train
         UserError: the launch file asks for another strategy, offload or degree than what runs.
     """
     from toolkit.strategies import mismatch, observe, read
+    from toolkit.strategies.zero.autos import hidden_size_of
 
     plan = observe(accelerator, model).with_(checkpointing=config.checkpointing)
     file = launch_file()
     if file is not None and file.is_file():
-        differing = mismatch(read(file).plan, plan)
+        width = hidden_size_of(accelerator.unwrap_model(model).config.to_dict())
+        differing = mismatch(read(file, hidden_size=width).plan, plan)
         if differing:
             raise UserError(f"{file}: {differing}")
     return plan
