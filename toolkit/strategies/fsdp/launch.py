@@ -235,8 +235,9 @@ def read(
                 "re-gathers"
             )
     elif sharding.startswith("HYBRID"):
-        # FSDP1 shards inside a node.
-        strategy, shard = "hsdp", None if count is None else max(1, count // nodes)
+        # FSDP1 shards inside a node; on one node that is all there is.
+        if count is None or nodes > 1:
+            strategy, shard = "hsdp", None if count is None else max(1, count // nodes)
     elif sharding == "NO_SHARD":
         notes.append("FSDP without sharding is taken as ddp")
         return Found(
