@@ -135,7 +135,8 @@ class Zero12Engine(ZeroEngine):
 
     def micro_begins(self, tape: Tape, first: bool, last: bool) -> None:
         super().micro_begins(tape, first, last)
-        self.buffered = False
+        if first or self.stage == 2:
+            self.buffered = False
 
     def gradient(self, tape: Tape, mark: Mark) -> None:
         super().gradient(tape, mark)
@@ -185,9 +186,7 @@ class Zero12Engine(ZeroEngine):
     def backward_done(self, tape: Tape) -> None:
         """reduce_gradients of stage 1, then independent_gradient_partition_epilogue."""
         if self.stage == 1 and not self.last:
-            tape.free(("bucket", 0))
-            tape.free(("bucket", 1))
-            return
+            return  # gradients wait for the last micro-batch, and so does the bucket
         if self.stage == 1 and not self.overlap:
             for name in self.slices:
                 if name in self.gradients:

@@ -1,0 +1,45 @@
+"""Real engines, two processes, every byte counted, against the estimate."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+ROWS: list[dict[str, Any]] = [
+    {"strategy": "single", "model": "gpt2", "precision": "bf16"},
+    {"strategy": "ddp", "model": "llama", "accumulate": 2},
+    {"strategy": "fsdp", "model": "qwen3", "precision": "bf16"},
+    {"strategy": "zero2", "model": "llama", "precision": "bf16", "bucket": 3_000_000},
+    {"strategy": "zero3", "model": "llama", "bucket": 2_000_000, "persist": 10_000, "checkpointing": "full"},
+]
+
+
+def load(name: str) -> Any:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        location = importlib.util.spec_from_file_location(name, BENCHMARKS / f"{name}.py")
+        assert location is not None and location.loader is not None
+        module = importlib.util.module_from_spec(location)
+        location.loader.exec_module(module)
+        return module
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: f"{r['strategy']}-{r['model']}")
+def test_a_steady_step_takes_what_was_predicted(row: dict[str, Any]) -> None:
+    truth, accuracy = load("engine_truth"), load("accuracy")
+    row = {**truth.DEFAULTS, **row}
+    measured = truth.measure(row)
+    estimate = accuracy.Estimator(accuracy.model_spec(row["model"])).estimate(*accuracy.request(row))
+    steady = max(measured["peaks"][2:])
+    # on processors with bf16 units oneDNN keeps a scratch buffer that depends on the processor
+    allowed = 4096 if row["precision"] == "fp32" else max(4096, 0.03 * steady)
+    assert abs(steady - estimate.memory.peak_allocated) <= allowed
+    assert abs(measured["resident"][2] - estimate.memory.resident) <= allowed
