@@ -17,7 +17,7 @@ from toolkit.errors import UserError
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.strategies import STRATEGIES, launch_environment, read, render
 from toolkit.strategies.base import ALLOCATOR_VARIABLES
-from toolkit.strategies.ship import SHIPPED, Shipped, main, texts
+from toolkit.strategies.ship import PAGE, SHIPPED, Shipped, main, texts, with_table
 from toolkit.strategies.zero.autos import autos, resolve
 from toolkit.strategies.zero.defaults import KNOWN, engine_defaults
 
@@ -59,6 +59,15 @@ def launcher_environment(path: Path) -> tuple[Any, dict[str, str]]:
 def test_the_repository_holds_what_is_rendered() -> None:
     for path, text in texts().items():
         assert (ROOT / path).read_text(encoding="utf-8") == text, f"{path}: run python -m toolkit.strategies.ship"
+
+
+def test_the_pages_table_is_the_registry() -> None:
+    page = (ROOT / PAGE).read_text(encoding="utf-8")
+    assert with_table(page) == page, "run python -m toolkit.strategies.ship"
+    for name in STRATEGIES:
+        assert f"| `{name}` |" in page
+    with pytest.raises(UserError, match="lacks the marks"):
+        with_table("# No marks")
 
 
 def test_the_folders_hold_nothing_else() -> None:

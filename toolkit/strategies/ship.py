@@ -1,6 +1,7 @@
 """The launch files that come with the repository: `python -m toolkit.strategies.ship` writes them anew.
 
-They are what `render` gives for the plans below, with a comment on top; a test holds the files to that.
+They are what `render` gives for the plans below, with a comment on top; the table of docs/strategies.md is
+made from the registry. A test holds all of them to that.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
+from toolkit.errors import UserError
 from toolkit.specs import Cluster, Gpu, Plan, Workload, ZeroSettings
 from toolkit.specs.plan import Offload, OffloadTo, StrategyName
 from toolkit.strategies import STRATEGIES, render
@@ -15,6 +17,8 @@ from toolkit.strategies.base import LaunchFiles, write_whole
 from toolkit.strategies.zero.files import NVME_PATH
 
 ACCELERATE_FOLDER, DEEPSPEED_FOLDER = "recipes/accelerate", "ds_configs"
+PAGE = "docs/strategies.md"
+TABLE_MARKS = ("<!-- table: python -m toolkit.strategies.ship -->", "<!-- end of table -->")
 BUCKET = 50_000_000
 """Elements of DeepSpeed's buckets: 100 MB in 16 bit, large enough for full bandwidth, a tenth of DeepSpeed's
 default."""
@@ -65,10 +69,7 @@ class Shipped:
             "recipes/train.py --config CONFIG.yaml",
         ]
         if self.plan.strategy == "hsdp":
-            comment.append(
-                "# dp_replicate_size x dp_shard_size is the number of processes: dp_shard_size GPUs "
-                "share a copy."
-            )
+            comment.append("# dp_replicate_size x dp_shard_size is the number of processes: dp_shard_size GPUs share a copy.")
         return "\n".join(comment) + "\n" + self.files.accelerate_yaml(f"{DEEPSPEED_FOLDER}/{self.name}.json")
 
 
@@ -95,9 +96,7 @@ SHIPPED: tuple[Shipped, ...] = (
     Shipped(Plan(strategy="fsdp"), 2, STRATEGIES["fsdp"].when),
     Shipped(_zero("zero3"), 2, STRATEGIES["zero3"].when),
     Shipped(Plan(strategy="hsdp", shard_size=2), 4, STRATEGIES["hsdp"].when),
-    Shipped(
-        _zero("zero1", "optimizer"), 2, f"{_HOST}: optimizer state and step on the host, the rest as zero1"
-    ),
+    Shipped(_zero("zero1", "optimizer"), 2, f"{_HOST}: optimizer state and step on the host, the rest as zero1"),
     Shipped(_zero("zero2", "optimizer"), 2, f"{_HOST}: optimizer state, gradients and step on the host"),
     Shipped(
         _zero("zero3", "optimizer"),
@@ -199,10 +198,40 @@ The JSON files that `{ACCELERATE_FOLDER}/NAME.yaml` of the same name point at. T
     return text.replace("{table}", "\n".join(_table("json")))
 
 
+def strategy_table() -> str:
+    """The registry as a Markdown table."""
+    lines = ["| strategy | what is split over the ranks | engine | offload | degrees | needs, excludes |"]
+    lines.append("|---|---|---|---|---|---|")
+    for info in STRATEGIES.values():
+        split = ", ".join(info.shards) or "nothing"
+        offloads = [f"{what} to {' or '.join(info.offload_to)}" for what in info.offloads if what != "none"]
+        limits = [f"at least {info.min_world} GPUs"] if info.min_world > 1 else []
+        limits += [f"needs {info.needs}"] if info.needs else []
+        limits += [f"not with {info.excludes}"] if info.excludes else []
+        cells = (f"`{info.name}`", split, info.engine, "; ".join(offloads), ", ".join(info.axes), "; ".join(limits))
+        lines.append("| " + " | ".join(cell or "-" for cell in cells) + " |")
+    return "\n".join(lines)
+
+
+def with_table(page: str) -> str:
+    """The documentation page with its table made anew.
+
+    Raises:
+        UserError: the page has not the two marks that the table stands between.
+    """
+    before, start, rest = page.partition(TABLE_MARKS[0])
+    _, end, after = rest.partition(TABLE_MARKS[1])
+    if not start or not end:
+        raise UserError(f"{PAGE} lacks the marks {' and '.join(TABLE_MARKS)}")
+    return f"{before}{start}\n{strategy_table()}\n{end}{after}"
+
+
 def main(root: Path = Path()) -> None:
-    """Write every shipped file below a folder."""
+    """Write every shipped file below a folder, and the table of the documentation page if it is there."""
     for path, text in texts().items():
         write_whole(root / path, text)
+    if (root / PAGE).is_file():
+        write_whole(root / PAGE, with_table((root / PAGE).read_text(encoding="utf-8")))
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ STRATEGIES = (
             "inside the node"
         ),
         shards=("parameters", "gradients", "optimizer"),
-        min_world=2,
+        min_world=4,
         offloads=("none", "all"),
         offload_to=("cpu",),
         axes=("tp", "cp"),

@@ -30,7 +30,7 @@ STRATEGIES = (
         offload_to=("cpu",),
         axes=("sp",),
         needs="deepspeed; for offload a C++ compiler, once",
-        excludes="bf16-pure precision; fp16 on a CPU",
+        excludes="bf16-pure precision, and fp16 on a CPU",
     ),
     StrategyInfo(
         name="zero2",
@@ -43,7 +43,7 @@ STRATEGIES = (
         offload_to=("cpu",),
         axes=("sp",),
         needs="deepspeed; for offload a C++ compiler, once",
-        excludes="bf16-pure precision; fp16 on a CPU",
+        excludes="bf16-pure precision, and fp16 on a CPU",
     ),
     StrategyInfo(
         name="zero3",
@@ -59,7 +59,7 @@ STRATEGIES = (
         offload_to=("cpu", "nvme"),
         axes=("sp",),
         needs="deepspeed; for offload a C++ compiler, once; for NVMe libaio",
-        excludes="bf16-pure precision; fp16 on a CPU",
+        excludes="bf16-pure precision, and fp16 on a CPU",
     ),
 )
 ACCELERATE_CLIP = 1.0
