@@ -30,10 +30,10 @@ class NothingFits(ToolkitError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A clause that suggests the nearest known names: `; did you mean 'fsdp'?`, or lists them all."""
+    """A clause that suggests the nearest known names: `; did you mean 'fsdp'?`, or lists a few known ones."""
     names = sorted(known)
     lowered = {known_name.lower(): known_name for known_name in names}
     close = difflib.get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)
     if close:
         return "; did you mean " + " or ".join(repr(lowered[c]) for c in close) + "?"
-    return "; known: " + ", ".join(names)
+    return "; known: " + ", ".join(names[:10]) + (", ..." if len(names) > 10 else "")

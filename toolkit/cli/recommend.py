@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from toolkit.cli import options as o
-from toolkit.errors import UserError, nearest
+from toolkit.errors import UserError
 
 EPILOG = ("Example: toolkit recommend llama-3.1-8b --gpu a100-80gb-sxm --gpus 8 --seq-len 4096 --write runs/llama. "
           "Exit status: 0 something fits, 3 nothing does (what would help is printed), 2 bad input.")
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
-        raise UserError(f"{option} {value!r} is not one of {', '.join(allowed)}{nearest(value, allowed)}")
+        raise UserError(f"{option} {value!r} is not one of {', '.join(allowed)}")
 
 
 def recommend(

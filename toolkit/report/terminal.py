@@ -6,6 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -176,3 +177,46 @@ def _worth_showing(results: list[Evaluated], chosen: Evaluated | None) -> list[E
             keep.append(result)
             state.add(result.fits)
     return keep
+
+
+_COLUMNS = {
+    "gpus": ("name", "memory", "bf16_flops", "fp32_flops", "bandwidth", "link", "source"),
+    "models": ("name", "hub", "parameters"),
+    "strategies": ("name", "engine", "shards", "offloads", "summary", "when"),
+    "optimizers": ("name", "state_bytes_per_parameter"),
+}
+
+
+def _cell(column: str, value: object) -> str:
+    if value is None:
+        return "-"
+    if column == "memory" and isinstance(value, int):
+        return format_size(value)
+    if column in ("bf16_flops", "fp32_flops", "bandwidth", "parameters") and isinstance(value, (int, float)):
+        return format_count(value)
+    return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
+
+
+def show_rows(what: str, rows: list[dict[str, Any]]) -> None:
+    """One list of the catalog."""
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in _COLUMNS[what]:
+        table.add_column(column.replace("_", " "))
+    for row in rows:
+        table.add_row(*(_cell(column, row[column]) for column in _COLUMNS[what]))
+    console().print(table)
+
+
+def show_doctor(facts: dict[str, Any], optional: dict[str, str]) -> None:
+    """What the machine has and lacks."""
+    out = console()
+    table = Table(box=None, show_header=False, padding=(0, 2))
+    table.add_row("toolkit", str(facts["toolkit"]))
+    table.add_row("python", str(facts["python"]))
+    table.add_row("machine", f"{facts['cores']} cores, {format_size(facts['host_memory'])} of RAM, {format_size(facts['free_disk'])} free here")
+    gpus = ", ".join(f"{g['name']} ({format_size(g['memory'])})" for g in facts["gpus"]) or "none: runs use the CPU (gloo)"
+    table.add_row("GPUs", gpus)
+    table.add_row("compiler", str(facts["compiler"] or "none: exact CPU memory and DeepSpeed's offload need one"))
+    for name, version in facts["packages"].items():
+        table.add_row(name, version or f"missing: {optional.get(name, 'needed')}")
+    out.print(table)

@@ -39,7 +39,7 @@ def attention_name(attention: str, device: str) -> str:
 def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
     """Switch on activation checkpointing as the recipe does it: non-reentrant, whole layers."""
     if numerics.checkpointing == "full":
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        _enable_checkpointing(model, {"use_reentrant": False})
     elif numerics.checkpointing == "selective":
         _checkpoint_selectively(model)
     if workload.loss != "standard":
@@ -60,7 +60,15 @@ def _checkpoint_selectively(model: Any) -> None:
         return CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    model.gradient_checkpointing_enable({"use_reentrant": False, "context_fn": contexts})
+    _enable_checkpointing(model, {"use_reentrant": False, "context_fn": contexts})
+
+
+def _enable_checkpointing(model: Any, options: dict[str, Any]) -> None:
+    import warnings
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # the method's name changes with transformers 6
+        model.gradient_checkpointing_enable(options)
 
 
 def _in_fp32(function: Callable[..., Any]) -> Callable[..., Any]:
