@@ -32,10 +32,7 @@ STRATEGIES = (
         family="fsdp",
         engine="FSDP",
         summary="FSDP2: parameters, gradients and optimizer sharded; each layer gathered when it is used",
-        when=(
-            "the model does not fit on one GPU and the GPUs talk fast: the most memory saved without "
-            "DeepSpeed"
-        ),
+        when=("the model does not fit on one GPU and the GPUs talk fast: the most memory saved without DeepSpeed"),
         shards=("parameters", "gradients", "optimizer"),
         offloads=("none", "all"),
         offload_to=("cpu",),
@@ -59,10 +56,7 @@ STRATEGIES = (
         family="fsdp",
         engine="FSDP",
         summary="FSDP2 inside groups of GPUs, copies between the groups",
-        when=(
-            "a slow network joins the nodes and the GPUs of one node hold the model: gathering stays "
-            "inside the node"
-        ),
+        when=("a slow network joins the nodes and the GPUs of one node hold the model: gathering stays inside the node"),
         shards=("parameters", "gradients", "optimizer"),
         min_world=4,
         offloads=("none", "all"),
@@ -110,9 +104,7 @@ def check(plan: Plan, workload: Workload, cluster: Cluster) -> None:
             "sharded tensors; use adamw, or zero2 with the 8-bit optimizer"
         )
     if plan.shard_size is not None and plan.strategy != "hsdp":
-        raise UserError(
-            f"shard-size {plan.shard_size} and {plan.strategy} exclude each other: groups are hsdp's"
-        )
+        raise UserError(f"shard-size {plan.shard_size} and {plan.strategy} exclude each other: groups are hsdp's")
     if plan.strategy == "hsdp":
         parallel.check_shards(plan, cluster)
 
@@ -125,9 +117,7 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
     """
     settings = plan.fsdp
     if settings.version != 2:
-        raise UserError(
-            "FSDP version 1 is not written: torch has deprecated it; use version 2 (`fsdp_version: 2`)"
-        )
+        raise UserError("FSDP version 1 is not written: torch has deprecated it; use version 2 (`fsdp_version: 2`)")
     section: dict[str, Any] = {
         "fsdp_version": 2,
         "fsdp_reshard_after_forward": plan.strategy != "fsdp-grad",
@@ -142,9 +132,7 @@ def render(plan: Plan, workload: Workload, cluster: Cluster) -> LaunchFiles:
     # Spelled out although it is the launcher's default: it decides how much host memory loading takes.
     section["fsdp_cpu_ram_efficient_loading"] = effective(plan).ram_efficient_loading
     if settings.state_dict is not None:
-        section["fsdp_state_dict_type"] = {kind: name for name, kind in STATE_DICTS.items()}[
-            settings.state_dict
-        ]
+        section["fsdp_state_dict_type"] = {kind: name for name, kind in STATE_DICTS.items()}[settings.state_dict]
     content = {**accelerate_base("FSDP", cluster), "fsdp_config": section}
     if degrees := parallel.render(plan, workload, cluster):
         content["parallelism_config"] = degrees
@@ -201,15 +189,26 @@ def _settings(section: Mapping[str, Any], version: Literal[1, 2]) -> FsdpSetting
         min_num_params=None if minimum is None else as_int(minimum, "fsdp_min_num_params"),
         ram_efficient_loading=loading,
         # The state dict follows the version where the file is silent: full for 1, sharded for 2.
-        state_dict=STATE_DICTS[str(state).upper()]
-        if state is not None
-        else ("full" if version == 1 else None),
+        state_dict=STATE_DICTS[str(state).upper()] if state is not None else ("full" if version == 1 else None),
     )
 
 
-def read(
-    accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None
-) -> Found:
+def _strategy_of(
+    sharding: str, sizes: Mapping[str, int], count: int | None, nodes: int
+) -> tuple[StrategyName, int | None, tuple[str, ...]]:
+    """(strategy, ranks that share a copy under hsdp, notes) of a sharding and a mesh."""
+    if sizes["dp_replicate_size"] > 1:
+        note = "groups that keep layers gathered from forward to backward are taken as hsdp, which re-gathers"
+        return "hsdp", sizes["dp_shard_size"], (note,) if sharding == "SHARD_GRAD_OP" else ()
+    if sharding.startswith("HYBRID") and (count is None or nodes > 1):
+        # FSDP1 shards inside a node; on one node that is all there is.
+        return "hsdp", None if count is None else max(1, count // nodes), ()
+    if sharding == "NO_SHARD":
+        return "ddp", None, ("FSDP without sharding is taken as ddp",)
+    return "fsdp-grad" if sharding == "SHARD_GRAD_OP" else "fsdp", None, ()
+
+
+def read(accelerate: Mapping[str, Any], deepspeed: Mapping[str, Any] | None, hidden_size: int | None) -> Found:
     """The plan of a file of distributed type FSDP, version 1 or 2.
 
     Raises:
@@ -220,54 +219,27 @@ def read(
     if number not in (1, 2):
         raise UserError(f"fsdp_version is {number}; it must be 1 or 2")
     version: Literal[1, 2] = 2 if number == 2 else 1
-    notes = []
-    sharding = sharding_of(section, version)
-    sizes = parallel.read(accelerate)
-    count = processes(accelerate)
+    sizes, count = parallel.read(accelerate), processes(accelerate)
     nodes = as_int(accelerate.get("num_machines", 1), "num_machines")
-    strategy: StrategyName = "fsdp-grad" if sharding == "SHARD_GRAD_OP" else "fsdp"
-    shard = None
-    if sizes["dp_replicate_size"] > 1:
-        strategy, shard = "hsdp", sizes["dp_shard_size"]
-        if sharding == "SHARD_GRAD_OP":
-            notes.append(
-                "groups that keep layers gathered from forward to backward are taken as hsdp, which "
-                "re-gathers"
-            )
-    elif sharding.startswith("HYBRID"):
-        # FSDP1 shards inside a node; on one node that is all there is.
-        if count is None or nodes > 1:
-            strategy, shard = "hsdp", None if count is None else max(1, count // nodes)
-    elif sharding == "NO_SHARD":
-        notes.append("FSDP without sharding is taken as ddp")
-        return Found(
-            plan=Plan(strategy="ddp"),
-            precision=mixed_precision(accelerate),
-            processes=count,
-            nodes=nodes,
-            notes=tuple(notes),
+    strategy, shard, notes = _strategy_of(sharding_of(section, version), sizes, count, nodes)
+    plan = Plan(strategy=strategy)
+    if strategy != "ddp":
+        offloaded = as_bool(section.get("fsdp_offload_params", False), "fsdp_offload_params")
+        key = "fsdp_activation_checkpointing"
+        plan = plan.with_(
+            offload="all" if offloaded else "none",
+            shard_size=shard,
+            checkpointing="full" if as_bool(section.get(key, False), key) else "none",
+            fsdp=_settings(section, version),
         )
-    offloaded = as_bool(section.get("fsdp_offload_params", False), "fsdp_offload_params")
-    checkpointing = as_bool(
-        section.get("fsdp_activation_checkpointing", False), "fsdp_activation_checkpointing"
-    )
-    if as_bool(
-        section.get("fsdp_activation_checkpointing_offload", False), "fsdp_activation_checkpointing_offload"
-    ):
-        notes.append("offload of checkpointed activations to the host is not modelled")
-    plan = Plan(
-        strategy=strategy,
-        offload="all" if offloaded else "none",
-        shard_size=shard,
-        checkpointing="full" if checkpointing else "none",
-        fsdp=_settings(section, version),
-    )
+        if as_bool(section.get(f"{key}_offload", False), f"{key}_offload"):
+            notes += ("offload of checkpointed activations to the host is not modelled",)
     return Found(
         plan=parallel.with_degrees(plan, sizes),
         precision=mixed_precision(accelerate),
         processes=count,
         nodes=nodes,
-        notes=tuple(notes),
+        notes=notes,
     )
 
 
