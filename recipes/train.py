@@ -4,7 +4,8 @@
     recipes/configs/chat.yaml
 
 The launch file says how the run is spread over devices, the config says what is trained; docs/training.md
-explains every key. The file reads from top to bottom in the order in which things happen. """
+explains every key. The file reads from top to bottom in the order in which things happen.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 On CUDA the caching allocator keeps the count. On a CPU torch keeps none, so a small shim (alloc_count.c) is
 built once with the system's compiler and preloaded into the process; without a compiler the resident set of
-the process stands in, which includes the libraries and is named as such. """
+the process stands in, which includes the libraries and is named as such.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def preload() -> None:
     """Start this process anew with the shim in place, when it runs on a CPU and a shim can be had.
 
     Call it first thing in a script, before torch is imported: the same process (same id) begins again with
-    the same arguments. Returns when there is nothing to do, or in the new image. """
+    the same arguments. Returns when there is nothing to do, or in the new image.
+    """
     if os.environ.pop(_ENGAGED, None):
         # The processes that this one starts (compilers) need not be counted.
         kept = [p for p in os.environ.get("LD_PRELOAD", "").split(":") if p and Path(p).name != _shim_name()]

@@ -6,7 +6,8 @@ On a machine without an accelerator device, Accelerate reads the same variables 
 else: an FSDP request becomes unconnected processes, or plain data parallelism with ACCELERATE_USE_CPU. Here
 the process group is made first (gloo), the state's distributed type is set to the GPU-like one that the
 FSDP code asks for, and then the Accelerator is built, so that the launch files for GPUs also serve a
-rehearsal on a CPU. Nothing else in the toolkit knows about this. """
+rehearsal on a CPU. Nothing else in the toolkit knows about this.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A checkpoint is a folder `step-00000010`. All ranks write into a scratch folder beside it; when every rank
 is done, its files are flushed to the disk, a manifest with their sizes is written last, and the folder gets
 its name. A folder without a manifest that fits is no checkpoint. What the ranks write is the engine's own
-format. """
+format.
+"""
 
 from __future__ import annotations
 

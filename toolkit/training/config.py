@@ -1,7 +1,8 @@
 """The recipe's configuration: one frozen dataclass, read from YAML and overrides, with every key explained.
 
 The keys are a contract (docs/training.md lists them). A config says what is trained; how it is spread over
-devices is the launch file's business, so no key here names a strategy. """
+devices is the launch file's business, so no key here names a strategy.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Parameters are made whole one at a time, and only the main process keeps them (on the host, in the dtype of
 the export), so no other rank ever holds the model. They are then written by transformers itself from an
 empty model of the same config: names, sharding, tied weights and the generation config are as everywhere
-else. """
+else.
+"""
 
 from __future__ import annotations
 
@@ -99,6 +100,8 @@ def export_model(config: TrainConfig, accelerator: Accelerator, model: torch.nn.
         with without_sharded_init(accelerator):
             _save_full(inner, weights, dtype, scratch, bool(getattr(model_config, "use_cache", True)))
     tokenizer.save_pretrained(scratch)
+    for file in scratch.iterdir():
+        file.chmod(0o644)  # safetensors writes files that only their owner reads.
     shutil.rmtree(folder, ignore_errors=True)
     scratch.rename(folder)
     accelerator.wait_for_everyone()

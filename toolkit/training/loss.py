@@ -4,7 +4,8 @@ Accelerate's mixed precision casts everything that a model returns to fp32; logi
 be held twice, and once more by whoever keeps the outputs. So the forward is replaced by one that returns
 the *sum* of the cross entropy over the targets (fp32, scalar). The training step divides by the number of
 targets of the whole global batch, which makes every token count alike whatever micro-batch and rank it
-falls on. """
+falls on.
+"""
 
 from __future__ import annotations
 
@@ -68,7 +69,8 @@ def _standard(model: Any) -> Callable[..., torch.Tensor]:
 def _chunked(model: Any) -> Callable[..., torch.Tensor]:
     """The output layer computes the loss itself, a chunk of positions at a time, and recomputes each
     chunk's logits in the backward pass. As it happens inside that layer's forward, sharding engines gather
-    its weight as for any layer. """
+    its weight as for any layer.
+    """
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     head = base.get_output_embeddings()
     text = base.config.get_text_config()

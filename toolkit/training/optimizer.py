@@ -17,7 +17,8 @@ def parameter_groups(model: torch.nn.Module, weight_decay: float) -> list[dict[s
     """Trainable parameters, split into decayed and not decayed when there is any decay.
 
     Norms and biases are the parameters of one dimension. Without decay there is one group: engines that
-    flatten parameters make one buffer per group. """
+    flatten parameters make one buffer per group.
+    """
     trainable = [p for p in model.parameters() if p.requires_grad]
     if not trainable:
         raise UserError("no parameter is trainable; check method and lora_targets")
@@ -65,7 +66,8 @@ def rate_at(step: int, total: int, config: TrainConfig, world: int) -> float:
     """The learning rate of optimizer step `step` (1 to `total`).
 
     The first step of warm-up already moves (peak / warmup), and the decay would reach zero one step after
-    the last. """
+    the last.
+    """
     peak, warmup = peak_rate(config, world), config.warmup_steps
     if step <= warmup:
         return peak * step / warmup

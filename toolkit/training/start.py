@@ -1,9 +1,9 @@
-"""How a recipe's process starts and ends: quiet libraries, one line per mistake, and the exit status that
-belongs to it.
+"""How a recipe's process starts and ends: quiet libraries, one line per mistake, the exit status that belongs to it.
 
 A mistake is usually found by every rank at once. The first rank to find it prints the line, the others end
 in silence with the same status. `accelerate launch` turns any status of a rank into 1 and adds its own
-report below; the rank's status (2 for bad input) and the line stand in that report. """
+report below; the rank's status (2 for bad input) and the line stand in that report.
+"""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from toolkit.errors import ToolkitError, UserError
+from toolkit.strategies import launch_environment
 
 
 def rank() -> int:
@@ -41,9 +42,21 @@ def quiet() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def own_tools_first() -> None:
+    """Put the folder of this Python first on PATH, as an activated environment has it.
+
+    DeepSpeed compiles its operators with whichever ninja is found, and another version of ninja compiles them anew.
+    """
+    own = str(Path(sys.executable).parent)
+    if os.environ.get("PATH", "").split(os.pathsep)[0] != own:
+        os.environ["PATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PATH"))))
+
+
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a recipe's `main` on the command line's arguments and leave the process with its exit status."""
     quiet()
+    own_tools_first()
+    os.environ.update(launch_environment(os.environ))
     status = 0
     try:
         main(sys.argv[1:])
@@ -52,11 +65,18 @@ def run(main: Callable[[list[str]], None]) -> None:
         _report(str(error), status)
     except KeyboardInterrupt:
         status = 130
+    except Exception:
+        # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
+        claim = _claim()
+        if claim is None or not claim.exists():
+            raise
+        status = 1
+        time.sleep(1.0)
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
-        # Other ranks may wait in a collective operation for this one: leave without the atexit handlers
-        # that wait too.
+        # Other ranks may wait in a collective operation for this one: leave without the atexit handlers that
+        # wait too.
         os._exit(status)
     _leave_group()
 
@@ -67,26 +87,31 @@ def _leave_group() -> None:
         torch.distributed.destroy_process_group()
 
 
+def _claim() -> Path | None:
+    """The file by which the first rank of this node to fail claims the report; None without a launcher.
+
+    The launcher gives every rank a folder below one folder of this attempt.
+    """
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parent.parent / "reported" if error_file else None
+
+
 def _report(message: str, status: int) -> None:
     """Print the line if no other rank of this node did, and leave it for the launcher's report."""
     line = " ".join(message.split())
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if not error_file:
-        print(f"error: {line}", file=sys.stderr, flush=True)
-        return
-    # The launcher gives every rank a folder below one folder of this attempt.
-    claim = Path(error_file).parent.parent / "reported"
-    try:
-        claim.touch(exist_ok=False)
-    except FileExistsError:
-        time.sleep(1.0)  # The first rank to fail is the one in the launcher's report: let it leave first.
-        return
-    except OSError:
-        pass
+    claim = _claim()
+    if claim is not None:
+        try:
+            claim.touch(exist_ok=False)
+        except FileExistsError:
+            time.sleep(1.0)  # The first rank to fail is the one in the launcher's report: let it leave first.
+            return
+        except OSError:
+            pass
+        record = {"message": {"message": line, "errorCode": status, "extraInfo": {"timestamp": int(time.time())}}}
+        with contextlib.suppress(OSError):
+            Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record), encoding="utf-8")
     print(f"error: {line}", file=sys.stderr, flush=True)
-    record = {"message": {"message": line, "errorCode": status, "extraInfo": {"timestamp": int(time.time())}}}
-    with contextlib.suppress(OSError):
-        Path(error_file).write_text(json.dumps(record), encoding="utf-8")
 
 
 def check_processes() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from toolkit.specs import ModelSpec, Workload
+from toolkit.specs.load import max_positions
 from toolkit.strategies.fsdp.blocks import block_classes
 from toolkit.strategies.zero.autos import hidden_size_of
 from toolkit.training.check.finding import ModelFacts
@@ -21,7 +22,6 @@ def model_facts(spec: ModelSpec) -> ModelFacts:
     model, _, _ = build_meta(spec, Workload(), "eager")
     classes = Counter(type(module).__name__ for module in model.modules())
     blocks = block_classes(model)
-    positions = spec.text_config.get("max_position_embeddings") or spec.text_config.get("n_positions")
     return ModelFacts(
         name=spec.name,
         config=spec.config,
@@ -30,5 +30,5 @@ def model_facts(spec: ModelSpec) -> ModelFacts:
         blocks=blocks,
         layers=sum(classes[name] for name in blocks),
         classes=classes,
-        max_positions=positions if isinstance(positions, int) else None,
+        max_positions=max_positions(spec),
     )

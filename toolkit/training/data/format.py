@@ -1,7 +1,8 @@
 """What kind of sample a record is, and its text with the spans of it that are answers.
 
 Kinds: `messages` (a conversation), `prompt-completion`, `text`. A record is recognised by its keys; the
-whole of a data set has one kind. Spans are (start, end) in characters of the text. """
+whole of a data set has one kind. Spans are (start, end) in characters of the text.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def to_sample(kind: Kind, record: Record, where: str, tokenizer: Any) -> Sample:
 def _conversation(messages: list[dict[str, Any]], where: str, tokenizer: Any) -> Sample:
     """A conversation by the model's chat template. An answer runs from where the template would have the
     model speak to the end of the turn, its end marker included; that the shorter renderings are beginnings
-    of the whole is checked. """
+    of the whole is checked.
+    """
     text = _render(messages, where, tokenizer)
     answers: list[Span] = []
     for index, message in enumerate(messages):

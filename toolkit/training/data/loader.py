@@ -4,7 +4,8 @@ would have seen.
 The order is drawn from the seed and the epoch alone. An optimizer step takes the next `world x accumulate x
 micro_batch` rows of it whatever their spread over ranks, so every engine and every number of processes
 trains on the same rows in the same step. The last step of an epoch is filled up with rows without targets,
-which weigh nothing. """
+which weigh nothing.
+"""
 
 from __future__ import annotations
 

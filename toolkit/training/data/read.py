@@ -80,7 +80,7 @@ def _read_lines(path: Path) -> Iterator[tuple[str, Record]]:
             except UnicodeDecodeError:
                 raise UserError(f"{where} is not UTF-8 text") from None
             except json.JSONDecodeError as error:
-                raise UserError(f"{where} is not JSON ({error.msg} at column {error.colno}); "
+                raise UserError(f"{where} is not JSON ({error.msg.removesuffix(' at')} at column {error.colno}); "
                                 "every line must be one JSON object") from None
             if not isinstance(record, dict):
                 raise UserError(f"{where} is a JSON {type(record).__name__}; "

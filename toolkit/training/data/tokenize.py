@@ -1,7 +1,8 @@
 """Samples to tokens, once: the result is kept in a cache that every rank maps into memory.
 
 A token store holds all samples end to end: `tokens` int32 [T], `targets` bool [T] (is this token to be
-predicted), and `offsets` int64 [samples + 1]. """
+predicted), and `offsets` int64 [samples + 1].
+"""
 
 from __future__ import annotations
 
