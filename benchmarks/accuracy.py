@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
+PACKAGES = ("torch", "accelerate", "deepspeed", "transformers", "peft")
 sys.path.insert(0, str(HERE))
 
 from engine_truth import measure  # noqa: E402
@@ -99,7 +100,7 @@ def compare(measured_again: bool) -> dict[str, Any]:
         "toolkit": {"n": len(errors), "median": statistics.median(errors), "worst": max(errors), "within_4_KiB": close,
                     "resident_worst": max(resident_errors)},
         "others": {name: {"n": len(e), "median": statistics.median(e), "worst": max(e)} for name, e in rivals.items()},
-        "versions": {name: importlib.metadata.version(name) for name in ("torch", "accelerate", "deepspeed", "transformers", "peft")},
+        "versions": {name: importlib.metadata.version(name) for name in PACKAGES},
     }
 
 
@@ -112,7 +113,8 @@ def show(result: dict[str, Any]) -> None:
     for name in ("strategy", "model", "ranks", "batch x tokens", "precision", "ckpt", "measured", "difference"):
         table.add_column(name, justify="right" if name in ("ranks", "measured", "difference") else "left")
     for row in result["rows"]:
-        table.add_row(row["strategy"], row["model"] + (f" lora {row['lora_rank']}" if row["lora_rank"] else ""), str(row["world"]),
+        model = row["model"] + (f" lora {row['lora_rank']}" if row["lora_rank"] else "")
+        table.add_row(row["strategy"], model, str(row["world"]),
                       f"{row['micro_batch']} x {row['seq_len']}" + (f" x {row['accumulate']}" if row["accumulate"] > 1 else ""),
                       row["precision"], row["checkpointing"], f"{row['steady_peak']:,}", f"{row['difference']:+,}")
     console = Console(width=120)

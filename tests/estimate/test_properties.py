@@ -31,7 +31,9 @@ def cluster(gpus: int, nodes: int = 1) -> Cluster:
 
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", *SHARDED])
-@pytest.mark.parametrize("changes", [{}, {"accumulate": 2}, {"method": "lora"}, {"precision": "fp32"}, {"precision": "bf16-pure"}])
+@pytest.mark.parametrize(
+    "changes", [{}, {"accumulate": 2}, {"method": "lora"}, {"precision": "fp32"}, {"precision": "bf16-pure"}]
+)
 def test_breakdown_sums_to_the_peak(estimator: Estimator, strategy: Any, changes: dict[str, Any]) -> None:
     work = WORK.with_(**changes)
     if work.precision == "bf16-pure" and strategy.startswith("zero"):
@@ -102,8 +104,8 @@ def test_zero1_splits_only_states_and_master_weights(estimator: Estimator) -> No
 
 
 def test_plans_that_are_impossible_are_named_not_raised() -> None:
-    found = estimate_many(ModelSpec(name="tiny", config=CONFIG), WORK, [Plan(strategy="ddp"), Plan(strategy="ddp", offload="all")],
-                          cluster(2))
+    plans = [Plan(strategy="ddp"), Plan(strategy="ddp", offload="all")]
+    found = estimate_many(ModelSpec(name="tiny", config=CONFIG), WORK, plans, cluster(2))
     assert not isinstance(found[0], UserError)
     assert isinstance(found[1], UserError) and "offload" in str(found[1])
 

@@ -32,7 +32,8 @@ def estimators() -> dict[str, Any]:
 
 
 def name(row: dict[str, Any]) -> str:
-    return "-".join(str(row[k]) for k in ("strategy", "model", "world", "precision", "checkpointing", "bucket", "lora_rank", "accumulate"))
+    parts = ("strategy", "model", "world", "precision", "checkpointing", "bucket", "lora_rank", "accumulate")
+    return "-".join(str(row[part]) for part in parts)
 
 
 @pytest.mark.parametrize("row", ROWS, ids=name)

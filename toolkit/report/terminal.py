@@ -213,7 +213,8 @@ def show_doctor(facts: dict[str, Any], optional: dict[str, str]) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2))
     table.add_row("toolkit", str(facts["toolkit"]))
     table.add_row("python", str(facts["python"]))
-    table.add_row("machine", f"{facts['cores']} cores, {format_size(facts['host_memory'])} of RAM, {format_size(facts['free_disk'])} free here")
+    ram, disk = format_size(facts["host_memory"]), format_size(facts["free_disk"])
+    table.add_row("machine", f"{facts['cores']} cores, {ram} of RAM, {disk} of disk free here")
     gpus = ", ".join(f"{g['name']} ({format_size(g['memory'])})" for g in facts["gpus"]) or "none: runs use the CPU (gloo)"
     table.add_row("GPUs", gpus)
     table.add_row("compiler", str(facts["compiler"] or "none: exact CPU memory and DeepSpeed's offload need one"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 from toolkit.errors import UserError
 from toolkit.specs.catalog import gpu as catalog_gpu
@@ -19,8 +20,7 @@ def host_ram() -> int:
     """Bytes of RAM of this machine, or what its control group allows."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
-        with open("/sys/fs/cgroup/memory.max", encoding="ascii") as file:
-            limit = file.read().strip()
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
         return min(total, int(limit)) if limit.isdigit() else total
     except OSError:
         return total
@@ -51,7 +51,7 @@ def cpu_gpu(processes: int) -> Gpu:
 
 def _driver_gpus() -> bool:
     """Whether a GPU driver is there at all; asked before torch, whose import takes seconds."""
-    return any(os.path.exists(node) for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
+    return any(Path(node).exists() for node in ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg"))
 
 
 def detect_gpus() -> list[Gpu]:

@@ -33,7 +33,7 @@ def _gguf(path: Path) -> dict[str, Any]:
     from transformers import AutoConfig
 
     try:
-        return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name).to_dict()  # type: ignore[no-any-return]
+        return AutoConfig.from_pretrained(str(path.parent), gguf_file=path.name).to_dict()
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(f"{path} is not a GGUF file that transformers reads: {' '.join(str(error).split())[:200]}") from None
 
@@ -79,7 +79,7 @@ def load_model_spec(model: str, *, trust_remote_code: bool = False) -> ModelSpec
 
 def _checked(spec: ModelSpec) -> ModelSpec:
     if not spec.text_config.get("model_type") and not spec.config.get("model_type"):
-        raise UserError(f"{spec.source}: the config has no model_type, so there is no model to build; is it a model's config.json?")
+        raise UserError(f"{spec.source}: the config has no model_type, so it is no model's config.json")
     return spec
 
 

@@ -55,7 +55,7 @@ def whole_parameters(accelerator: Accelerator, model: torch.nn.Module, dtype: to
 def _whole(parameter: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The whole value of a parameter that may be a shard. A collective operation under FSDP2 and ZeRO-3."""
     if hasattr(parameter, "full_tensor"):
-        return parameter.full_tensor()  # type: ignore[no-any-return]
+        return parameter.full_tensor()
     if hasattr(parameter, "_hp_mapping") or hasattr(parameter, "ds_id"):
         # DeepSpeed trains in 16 bits with fp32 masters: an fp32 export comes from the masters.
         from deepspeed.utils import safe_get_full_fp32_param

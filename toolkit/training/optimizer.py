@@ -51,7 +51,7 @@ def build_optimizer(config: TrainConfig, model: torch.nn.Module) -> torch.optim.
     from bitsandbytes import optim
 
     kinds = {"adamw-8bit": "AdamW8bit", "paged-adamw-8bit": "PagedAdamW8bit", "lion": "Lion"}
-    return getattr(optim, kinds[config.optimizer])(groups, lr=rate)  # type: ignore[no-any-return]
+    return getattr(optim, kinds[config.optimizer])(groups, lr=rate)
 
 
 def peak_rate(config: TrainConfig, world: int) -> float:

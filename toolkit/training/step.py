@@ -4,6 +4,7 @@ evaluation."""
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,7 +50,7 @@ def gradient_norm(accelerator: Accelerator, model: torch.nn.Module, clip: float)
     return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
 
 
-def check_finite(name: str, value: float, step: int, last_good: str | None) -> None:
+def check_finite(name: str, value: float, step: int, last_good: Path | None) -> None:
     """Raises Diverged when `value` is NaN or infinite; `last_good` is the newest checkpoint's path."""
     if math.isfinite(value):
         return

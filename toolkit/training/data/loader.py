@@ -98,8 +98,8 @@ class Loader:
         filled = [self._row(self.rows[index]) for index in chosen]
         length = self.fixed_length or max((len(ids) for ids, _, _ in filled), default=1)
         shape = (self.micro_batch, length)
-        input_ids = np.full(shape, self.pad_id, dtype=np.int64)
-        labels = np.full(shape, IGNORE, dtype=np.int64)
+        input_ids: np.ndarray = np.full(shape, self.pad_id, dtype=np.int64)
+        labels: np.ndarray = np.full(shape, IGNORE, dtype=np.int64)
         positions = np.tile(np.arange(length, dtype=np.int64), (self.micro_batch, 1))
         several = False
         for at, (ids, marks, starts) in enumerate(filled):

@@ -154,7 +154,7 @@ def _inside(offsets: list[tuple[int, int]], sample: Sample) -> npt.NDArray[np.bo
     """Which tokens begin inside one of the sample's answers. `offsets` are characters, (0, 0) for added
     tokens."""
     begins, ends = np.asarray(offsets, dtype=np.int64).reshape(-1, 2).T
-    flags = np.zeros(len(begins), dtype=np.bool_)
+    flags: npt.NDArray[np.bool_] = np.zeros(len(begins), dtype=np.bool_)
     for start, end in sample.answers:
         flags |= (begins >= start) & (begins < end) & (ends > begins)
     return flags
