@@ -6,8 +6,8 @@ import os
 import sys
 from importlib import import_module
 from importlib.util import find_spec
+from typing import Any
 
-import click
 import typer
 
 from toolkit import __version__
@@ -15,6 +15,9 @@ from toolkit.errors import ToolkitError
 
 COMMANDS = ("recommend", "estimate", "scaling", "profile", "report", "check", "checkpoint", "data", "catalog", "doctor")
 """Modules of `toolkit.cli` in the order in which `--help` lists them; each has `register(app)`."""
+
+BadCommandLine: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
+"""What a wrong command line raises: click's, or that of the copy of click that newer versions of typer carry."""
 
 
 def _version(value: bool) -> None:
@@ -25,7 +28,7 @@ def _version(value: bool) -> None:
 
 def build_app() -> typer.Typer:
     """The application with every subcommand that is there."""
-    app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
+    app = typer.Typer(add_completion=False, rich_markup_mode="rich", pretty_exceptions_enable=False)
 
     @app.callback(
         epilog="Start with: toolkit recommend llama-3.1-8b --gpu a100-80gb-sxm --gpus 8"
@@ -46,19 +49,18 @@ def main(arguments: list[str] | None = None) -> None:
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     command = typer.main.get_command(build_app())
+    arguments = sys.argv[1:] if arguments is None else arguments
     try:
-        status = command.main(args=arguments, prog_name="toolkit", standalone_mode=False)
+        status = command.main(args=arguments or ["--help"], prog_name="toolkit", standalone_mode=False)
     except ToolkitError as error:
         _say(str(error))
         sys.exit(error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        typer.echo(error.format_message())
-        sys.exit(0)
-    except click.ClickException as error:
-        hint = f"; see toolkit {error.ctx.info_name} --help" if getattr(error, "ctx", None) and error.ctx.parent else ""  # type: ignore[attr-defined]
-        _say(" ".join(error.format_message().split()) + hint)
+    except BadCommandLine as error:  # a missing argument, an unknown option or command
+        context = getattr(error, "ctx", None)
+        name = f"toolkit {context.info_name}" if context is not None and context.parent else "toolkit"
+        _say(f"{' '.join(error.format_message().split()).rstrip('.')}; see {name} --help")
         sys.exit(2)
-    except (click.Abort, KeyboardInterrupt):
+    except (typer.Abort, KeyboardInterrupt):
         _say("interrupted")
         sys.exit(130)
     except BrokenPipeError:
