@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from toolkit.cli import options as o
 from toolkit.errors import UserError
+from toolkit.specs import Cluster, Plan, Workload
+
+if TYPE_CHECKING:
+    from toolkit.specs import ModelSpec
 
 EPILOG = ("Example: toolkit estimate llama-3.1-8b --gpu a100-80gb-sxm --gpus 8 --strategy fsdp --seq-len 4096 "
           "--checkpointing full. "
@@ -40,21 +44,18 @@ def estimate(
 ) -> int:  # fmt: skip
     """Predict what one plan takes, term by term: memory at its peak, between steps, on the host, and the step's time."""
     values = dict(locals())
-    if strategy == "single" and gpus is None and gpu == "auto" and accelerate_config is None:
-        values["gpus"] = 1
-    workload, cluster = o.workload_from(values), o.cluster_from(values)
-    spec = o.model_from(values, workload)
-    plan = o.plan_from(values)
     if ds_config is not None and accelerate_config is None:
         raise UserError("--ds-config goes with --accelerate-config")
-    if accelerate_config is not None:
-        from toolkit.strategies import read
-        from toolkit.strategies.zero.autos import hidden_size_of
-
-        found = read(accelerate_config, ds_config, hidden_size=hidden_size_of(spec.config))
-        plan = found.plan.with_(checkpointing=checkpointing)
-        changes = {k: v for k, v in (("precision", found.precision), ("accumulate", found.accumulate)) if v is not None}
-        workload = workload.with_(**changes)
+    workload = o.workload_from(values)
+    if accelerate_config is None:
+        plan = o.plan_from(values)
+        if plan.strategy == "single" and gpu == "auto":
+            values["gpus"] = gpus or 1
+        cluster = o.cluster_from(values)
+        spec = o.model_from(values, workload)
+    else:
+        spec = o.model_from(values, workload)
+        plan, workload, cluster = _as_the_files_say(values, workload, spec)
     from toolkit.estimate.engine import Estimator
 
     result = Estimator(spec).estimate(workload, plan, cluster)
@@ -66,3 +67,23 @@ def estimate(
         show_estimate(result, margin)
     fits = result.memory.fits and (margin is None or result.memory.peak_total <= result.memory.capacity * (1 - margin))
     return 0 if fits else 3
+
+
+def _as_the_files_say(values: dict[str, Any], workload: Workload, spec: ModelSpec) -> tuple[Plan, Workload, Cluster]:
+    """Plan, workload and cluster where Accelerate's files say more than the options; counts that were given as options hold."""
+    from toolkit.strategies import read
+    from toolkit.strategies.zero.autos import hidden_size_of
+
+    asked = Plan()
+    for name in ("strategy", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist"):
+        if values[name] != getattr(asked, name):
+            raise UserError(f"--{name.replace('_', '-')} and --accelerate-config exclude each other: the file names the plan")
+    found = read(values["accelerate_config"], values["ds_config"], hidden_size=hidden_size_of(spec.config))
+    if values["gpus"] is None and values["nodes"] == 1 and found.processes:
+        values = {**values, "gpus": max(1, found.processes // found.nodes), "nodes": found.nodes}
+    said = {name: getattr(found, name) for name in ("precision", "accumulate", "micro_batch")}
+    workload = workload.with_(**{name: value for name, value in said.items() if value is not None})
+    plan = found.plan
+    if values["checkpointing"] != "none":  # most files leave it to the recipe
+        plan = plan.with_(checkpointing=values["checkpointing"])
+    return plan, workload, o.cluster_from(values)
