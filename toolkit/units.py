@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from toolkit.errors import UserError
 
 KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+LARGEST = 2**60
+"""An exbibyte: what is above it is a slip of the keyboard."""
 _FACTORS = {
     "": 1, "b": 1,
     "kib": KIB, "mib": MIB, "gib": GIB, "tib": TIB,
@@ -18,14 +21,16 @@ def parse_size(text: str | int) -> int:
     """Bytes from `80GiB`, `80GB`, `1.5 TiB` or a plain number of bytes.
 
     Raises:
-        UserError: the text is not a size, or is not above zero.
+        UserError: the text is not a size, not above zero, or beyond an exbibyte.
     """
-    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]+)?)\s*([a-z]*)\s*", str(text).lower())
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+(?:e[0-9]{1,2})?)\s*([a-z]*)\s*", str(text).lower())
     if not match or match[2] not in _FACTORS:
         raise UserError(f"size {str(text)!r} is not understood; write 80GiB, 80GB, 512MiB or plain bytes")
-    size = int(float(match[1]) * _FACTORS[match[2]])
+    size = int(Decimal(match[1]) * _FACTORS[match[2]])
     if size <= 0:
         raise UserError(f"size {str(text)!r} must be above zero")
+    if size > LARGEST:
+        raise UserError(f"size {str(text)!r} is larger than any machine's; write 80GiB, 80GB, 512MiB or plain bytes")
     return size
 
 
@@ -41,8 +46,8 @@ def format_size(size: float) -> str:
 
 def format_count(count: float) -> str:
     """A count of parameters, tokens or FLOPs in decimal units: `8.03 B`, `135 M`."""
-    for factor, unit in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if abs(count) >= factor:
+    for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if abs(count) >= factor * 0.9995:  # what three digits round up to a thousand is one of the next unit
             return f"{count / factor:.3g} {unit}"
     return f"{count:g}"
 

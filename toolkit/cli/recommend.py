@@ -59,6 +59,8 @@ def recommend(
     for name in ("global_batch", "tokens", "base_batch"):
         if values[name] is not None and values[name] < 1:
             raise UserError(f"{name.replace('_', '-')} is {values[name]}; it must be at least 1")
+    if not 0 < learning_rate < float("inf"):
+        raise UserError(f"learning-rate is {learning_rate}; it must be a number above zero")
     workload, cluster = o.workload_from(values).with_(loss_only=True), o.cluster_from(values)
     spec = o.model_from(values, workload)
     from toolkit.planner.recommendation import recommend as find

@@ -56,6 +56,8 @@ def load_model_spec(model: str, *, trust_remote_code: bool = False) -> ModelSpec
     Raises:
         UserError: nothing of that name, or a config that is no model's.
     """
+    if not model.strip():
+        raise UserError("model is empty; name a directory, a config.json, a hub id or a model of the catalog")
     path = Path(model)
     if path.is_dir():
         if not (path / "config.json").is_file():
