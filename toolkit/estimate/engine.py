@@ -12,6 +12,7 @@ import numpy as np
 from toolkit.errors import UserError
 from toolkit.estimate.outside import outside_allocator
 from toolkit.estimate.result import CATEGORIES, Estimate, HostMemory, MemoryEstimate, ModelFacts, PeakPoint
+from toolkit.estimate.time import step_time
 from toolkit.specs import Cluster, ModelSpec, Plan, Workload
 from toolkit.timeline.cuda_allocator import replay_reserved
 
@@ -117,7 +118,7 @@ class Estimator:
             cluster=cluster,
             plan=plan,
             memory=_memory(tape, engine, cluster, plan, detail),
-            time=_time(program.trace, workload, plan, cluster),
+            time=step_time(program.trace, workload, plan, cluster),
         )
 
 
@@ -237,9 +238,6 @@ def _host(engine: Engine, cluster: Cluster) -> HostMemory:
     capacity = cluster.host_memory
     return HostMemory(peak=peak, pinned=ranks * pinned, capacity=capacity, fits=capacity is None or peak <= capacity)
 
-
-def _time(trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster) -> Any:
-    return None
 
 
 @lru_cache(maxsize=4)

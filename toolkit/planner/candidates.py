@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from toolkit.errors import UserError
 from toolkit.planner.ladder import Aid, Rung, ladder
@@ -79,10 +79,17 @@ def _cluster_of(rung: Rung, cluster: Cluster, gpus: int) -> Cluster | None:
     return _part(cluster, min(gpus, cluster.gpus_per_node), nodes)
 
 
-def _part(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
-    from dataclasses import replace
+THREADS = 0.8
+"""What a CPU process gains from another process's cores, per core: only large kernels run on several threads."""
 
-    return replace(cluster, gpus_per_node=gpus, nodes=nodes)
+
+def _part(cluster: Cluster, gpus: int, nodes: int) -> Cluster:
+    """Some of the GPUs. Fewer CPU processes have more cores each."""
+    gpu = cluster.gpu
+    if gpu.is_cpu and gpus < cluster.gpus_per_node:
+        times = 1 + THREADS * (cluster.gpus_per_node / gpus - 1)
+        gpu = replace(gpu, fp32_flops=gpu.fp32_flops * times, bandwidth=gpu.bandwidth * times)
+    return replace(cluster, gpu=gpu, gpus_per_node=gpus, nodes=nodes)
 
 
 def gpu_counts(cluster: Cluster, every: bool) -> list[int]:
