@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -67,16 +68,18 @@ def detect_gpus() -> list[Gpu]:
 
 
 def _matched(name: str, memory: int) -> Gpu:
-    words = name.lower().replace("geforce", "").replace("nvidia", "").replace("-", " ").split()
+    """The row of a device by the name that its driver gives it: `NVIDIA A100-SXM4-80GB`, `NVIDIA H100 80GB HBM3` (the SXM
+    card), `Tesla T4`; of several rows the one with that form and about that memory."""
+    words = set(re.sub(r"sxm\d|hbm\d\w?", "sxm", name.lower()).replace("-", " ").split())
     best, score = None, 0
     for row in catalog_gpus().values():
         parts = row.name.split("-")
-        hits = sum(part in words or part.replace("gb", "") in words for part in parts)
-        close = abs(row.memory - memory) < 0.15 * memory
-        if parts[0] in words or (len(parts) > 1 and parts[0] == "rtx" and parts[1] in words):
-            points = hits * 2 + (3 if close else 0)
-            if points > score:
-                best, score = row, points
+        form = {"pcie", "sxm"} & set(parts)
+        if not {part for part in parts if not part.endswith("gb")} - form <= words:
+            continue
+        points = 1 + 2 * (abs(row.memory - memory) < 0.15 * memory) + len(form & words)
+        if points > score:
+            best, score = row, points
     if best is not None:
         return replace(best, memory=memory)
     return Gpu(name=name.lower().replace(" ", "-"), memory=memory, bf16_flops=None, fp16_flops=None, fp32_flops=1e13,
