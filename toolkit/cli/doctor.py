@@ -18,7 +18,7 @@ OPTIONAL = {"tensorboard": "metrics to TensorBoard (extra: track)", "plotly": "p
 
 
 def register(app: typer.Typer) -> None:
-    app.command("doctor")(doctor)
+    app.command("doctor", epilog="Example: toolkit doctor. Exit status: 0 nothing is missing, 2 a package is.")(doctor)
 
 
 def _version(name: str) -> str | None:
