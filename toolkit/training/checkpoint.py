@@ -91,7 +91,9 @@ class Checkpoints:
     def load(self, path: Path) -> Progress:
         """Put weights, optimizer state and random states of every rank back. Every rank must call it."""
         self.accelerator.load_state(str(path / "state"))
-        return Progress(**json.loads((path / MANIFEST).read_text(encoding="utf-8"))["progress"])
+        done = Progress(**json.loads((path / MANIFEST).read_text(encoding="utf-8"))["progress"])
+        _replay_bias_correction(self.accelerator, done.step - done.skipped)
+        return done
 
     def set_aside(self) -> None:
         """Move the checkpoints of an earlier run out of the way of one that starts anew."""
@@ -166,6 +168,27 @@ class Checkpoints:
         except OSError as error:
             return str(error)
         return None
+
+
+def _replay_bias_correction(accelerator: Accelerator, steps: int) -> None:
+    """Bring DeepSpeed's CPU Adam where it was to the last bit.
+
+    Its native part keeps the powers of the betas as a running product and no checkpoint has them; after a resume it
+    would take them from `pow`, which rounds otherwise.
+    """
+    import torch
+
+    for wrapped in accelerator._optimizers:
+        inner = wrapped
+        while inner is not None and not hasattr(inner, "ds_opt_adam"):
+            inner = getattr(inner, "optimizer", None)
+        if inner is None:
+            continue
+        empty = [torch.empty(0) for _ in range(4)]
+        group = inner.param_groups[0]
+        for step in range(1, steps + 1):
+            inner.ds_opt_adam.adam_update(inner.opt_id, step, group["lr"], *group["betas"], group["eps"],
+                                          group["weight_decay"], group["bias_correction"], *empty)
 
 
 def _named(folder: Path) -> list[Path]:
