@@ -7,6 +7,7 @@ report below; the rank's status (2 for bad input) and the line stand in that rep
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import json
 import logging
@@ -79,6 +80,10 @@ def run(main: Callable[[list[str]], None]) -> None:
         # wait too.
         os._exit(status)
     _leave_group()
+    # Threads that the libraries leave running can abort the process while it is taken down.
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    os._exit(0)
 
 
 def _leave_group() -> None:
