@@ -49,7 +49,7 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
     store = store_of(config.data)
     train, evaluation = np.arange(len(store)), None
     evaluation_store = store
-    if config.eval_data:
+    if config.eval_data and config.eval_every:
         evaluation_store = store_of(config.eval_data)
         evaluation = np.arange(len(evaluation_store))
     elif config.eval_every:
@@ -78,7 +78,7 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
         return Data(training, None, facts)
     held_out = loader(evaluation_store, evaluation, shuffle=False, accumulate=1)
     facts |= {"eval_samples": len(evaluation), "eval_rows": len(held_out.rows)}
-    if config.eval_data:
+    if config.eval_data and config.eval_every:
         facts["eval_fingerprint"] = evaluation_store.facts["fingerprint"]
     return Data(training, held_out, facts)
 
