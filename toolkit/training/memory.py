@@ -83,7 +83,12 @@ def predict(config: TrainConfig, plan: Plan, model_config: Any, accelerator: Acc
 def _cluster(accelerator: Accelerator) -> Cluster:
     """The machines of this run as the estimate sees them."""
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    return Cluster(gpu=_cpu(), gpus_per_node=local, nodes=accelerator.num_processes // local)
+    gpu = _cpu()
+    if accelerator.device.type == "cuda":
+        from toolkit.specs.detect import detect_gpus
+
+        gpu = detect_gpus()[0]
+    return Cluster(gpu=gpu, gpus_per_node=local, nodes=accelerator.num_processes // local)
 
 
 def _cpu() -> Gpu:
