@@ -131,24 +131,46 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def launch_recipe(folder: Path, model: Path, data: Path, strategy: str, *, processes: int | None = None,
+                  flags: tuple[str, ...] = (), env: dict[str, str] | None = None, file_limit: int | None = None,
+                  **keys: Any) -> Run:
+    """Run the recipe by way of `accelerate launch` in `folder`; `file_limit` bounds every file it writes, in KiB."""
+    file = Path(strategy) if strategy.endswith(".yaml") else ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"
+    number = processes or (1 if strategy == "single" else 2)
+    values = {
+        "model": model, "data": data, "output": folder, "seq_len": 64, "micro_batch": 2, "max_steps": 3,
+        "precision": "fp32", "learning_rate": 1e-3, "tracker": "none", "export": False, **keys,
+    }  # fmt: skip
+    words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes",
+             str(number), "--main_process_port", str(free_port()), *flags, str(ROOT / "recipes" / "train.py")]
+    words += [f"{key}={'null' if value is None else value}" for key, value in values.items()]
+    if file_limit is not None:
+        words = ["bash", "-c", f'ulimit -f {file_limit}; exec "$@"', "bash", *words]
+    done = subprocess.run(words, env={**os.environ, **ENVIRONMENT, **(env or {})}, cwd=ROOT,
+                          capture_output=True, text=True, timeout=400)
+    return Run(Path(values["output"]), done.returncode, done.stdout + done.stderr)
+
+
 @pytest.fixture
 def launch(tiny_model: Path, chat_data: Path, tmp_path: Path) -> Callable[..., Run]:
-    """Run the recipe by way of `accelerate launch` with one of the shipped launch files."""
+    """`launch(strategy, folder=..., key=value, ...)`: see `launch_recipe`."""
 
-    def start(strategy: str = "single", *, processes: int | None = None, folder: str | None = None,
-              flags: tuple[str, ...] = (), env: dict[str, str] | None = None, **keys: Any) -> Run:
-        file = Path(strategy) if strategy.endswith(".yaml") else ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"
-        number = processes or (1 if strategy == "single" else 2)
-        run = tmp_path / (folder or strategy.replace("/", "-"))
-        values = {
-            "model": tiny_model, "data": chat_data, "output": run, "seq_len": 64, "micro_batch": 2, "max_steps": 3,
-            "precision": "fp32", "learning_rate": 1e-3, "tracker": "none", "export": False, **keys,
-        }  # fmt: skip
-        words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes",
-                 str(number), "--main_process_port", str(free_port()), *flags, str(ROOT / "recipes" / "train.py")]
-        words += [f"{key}={'null' if value is None else value}" for key, value in values.items()]
-        done = subprocess.run(words, env={**os.environ, **ENVIRONMENT, **(env or {})}, cwd=ROOT,
-                              capture_output=True, text=True, timeout=400)
-        return Run(Path(values["output"]), done.returncode, done.stdout + done.stderr)
+    def start(strategy: str = "single", *, folder: str | None = None, **options: Any) -> Run:
+        keys = {"model": tiny_model, "data": chat_data, **options}
+        model, data = keys.pop("model"), keys.pop("data")
+        return launch_recipe(tmp_path / (folder or Path(strategy).stem), model, data, strategy, **keys)
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def launch_shared(tiny_model: Path, chat_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Run]:
+    """As `launch`, for runs that several tests look at."""
+
+    def start(strategy: str, **options: Any) -> Run:
+        keys = {"model": tiny_model, "data": chat_data, **options}
+        model, data = keys.pop("model"), keys.pop("data")
+        folder = tmp_path_factory.mktemp("runs") / Path(strategy).stem
+        return launch_recipe(folder, model, data, strategy, **keys)
 
     return start
