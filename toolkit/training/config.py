@@ -7,6 +7,7 @@ devices is the launch file's business, so no key here names a strategy.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -187,9 +188,10 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     if hint in (int, float) and not isinstance(value, bool):
         try:
             number = float(value)
-            return int(number) if hint is int and number == int(number) else hint(value)
         except (TypeError, ValueError, OverflowError):
-            pass
+            number = math.nan
+        if math.isfinite(number) and (hint is float or number.is_integer()):
+            return hint(number)
     kind = {bool: "true or false", int: "a whole number", float: "a number", str: "text"}[hint]
     raise UserError(f"{key}={value!r}: it must be {kind}")
 
