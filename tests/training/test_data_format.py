@@ -1,0 +1,97 @@
+"""Kinds of records, and which characters of them are answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.errors import UserError
+from toolkit.training.data.format import recognise, to_sample
+from toolkit.training.data.read import check_sources, is_hub_id, read
+
+USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
+
+
+@pytest.mark.parametrize(
+    ("record", "kind"),
+    [
+        ({"messages": [USER, ANSWER]}, "messages"),
+        ({"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}, "messages"),
+        ({"prompt": [USER], "completion": [ANSWER]}, "messages"),
+        ({"prompt": "Why?", "completion": "So."}, "prompt-completion"),
+        ({"question": "Why?", "answer": "So."}, "prompt-completion"),
+        ({"instruction": "Why?", "output": "So.", "text": "x"}, "prompt-completion"),
+        ({"text": "So it is."}, "text"),
+    ],
+)
+def test_a_record_is_recognised_by_its_keys(record: dict[str, Any], kind: str) -> None:
+    assert recognise(record, "here") == kind
+
+
+def test_a_record_without_known_keys_is_named_with_its_place() -> None:
+    with pytest.raises(UserError, match=r"data\.jsonl line 3 has nothing to train on \(keys: a, b\)"):
+        recognise({"b": 1, "a": 2}, "data.jsonl line 3")
+
+
+def answers_of(kind: Any, record: dict[str, Any], tokenizer: Any) -> list[str]:
+    sample = to_sample(kind, record, "here", tokenizer)
+    return [sample.text[start:end] for start, end in sample.answers]
+
+
+def test_every_answer_of_a_conversation_with_its_end_is_a_span(tokenizer: Any) -> None:
+    record = {"messages": [USER, ANSWER, {"role": "user", "content": "And?"}, {"role": "assistant", "content": "No."}]}
+    assert answers_of("messages", record, tokenizer) == ["So.<|end|>\n", "No.<|end|>\n"]
+    shared = {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "So."}]}
+    assert answers_of("messages", shared, tokenizer) == ["So.<|end|>\n"]
+
+
+def test_a_completion_and_its_end_is_the_answer(tokenizer: Any) -> None:
+    assert answers_of("prompt-completion", {"prompt": "Why?", "completion": "So."}, tokenizer) == ["So.<|end|>"]
+    record = {"instruction": "Add", "input": "1 2", "output": "3"}
+    sample = to_sample("prompt-completion", record, "here", tokenizer)
+    assert sample.text == "Add\n1 2\n3<|end|>"
+
+
+@pytest.mark.parametrize(
+    "turns", [[], ["text"], [{"role": "user"}], [{"content": "x"}], [ANSWER]],
+    ids=["none", "text", "empty", "no-role", "answer-first"],
+)
+def test_a_broken_conversation_is_refused_with_its_place(turns: list[Any], tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="chat line 1"):
+        to_sample("messages", {"messages": turns}, "chat line 1", tokenizer)
+
+
+def test_files_are_read_with_their_lines(tmp_path: Path) -> None:
+    lines, text = tmp_path / "a.jsonl", tmp_path / "b.txt"
+    lines.write_bytes(b'\xef\xbb\xbf{"text": "one"}\n\n{"text": "two"}\n')
+    text.write_text("first\nstill first\n\n\nsecond\n", encoding="utf-8")
+    found = list(read((str(lines), str(text))))
+    assert [record["text"] for _, record in found] == ["one", "two", "first\nstill first", "second"]
+    assert found[1][0].endswith("a.jsonl line 3")
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (b'{"a": 1}\n{"a": \n', "line 2 is not JSON"),
+        (b"[1]\n", "line 1 is a JSON list"),
+        (b'{"a": "\xff"}\n', "line 1 is not UTF-8"),
+    ],
+)
+def test_a_broken_line_is_named(content: bytes, said: str, tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_bytes(content)
+    with pytest.raises(UserError, match=said):
+        list(read((str(file),)))
+
+
+def test_sources_are_checked_before_they_are_read(tmp_path: Path) -> None:
+    empty, other = tmp_path / "a.jsonl", tmp_path / "a.csv"
+    empty.touch()
+    other.write_text("x", encoding="utf-8")
+    for source, said in ((empty, "is empty"), (other, "are read"), (tmp_path / "no.jsonl", "does not exist")):
+        with pytest.raises(UserError, match=said):
+            check_sources((str(source),))
+    assert is_hub_id("owner/name:train") and not is_hub_id("folder/name.jsonl") and not is_hub_id("./name")
