@@ -22,14 +22,15 @@ if TYPE_CHECKING:
     from toolkit.timeline.trace import ModelTrace
 
 _TRACED_FIELDS = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "precision", "weights_dtype", "attention",
-                  "loss", "compile", "loss_only", "task")
+                  "loss", "compile", "loss_only", "task", "variant")
 """What of a workload changes the trace; accumulation, the optimizer and clipping do not."""
 
 
-def engine_class(strategy: str) -> type[Engine]:
-    """The state machine that lowers a strategy."""
+def engine_class(plan: Plan) -> type[Engine]:
+    """The state machine that lowers a plan's strategy."""
     from toolkit.strategies.ddp.memory import DdpEngine
     from toolkit.strategies.fsdp.memory import FsdpEngine
+    from toolkit.strategies.fsdp.memory1 import Fsdp1Engine
     from toolkit.strategies.lowering import Engine
     from toolkit.strategies.zero.memory import Zero12Engine
     from toolkit.strategies.zero.memory3 import Zero3Engine
@@ -38,7 +39,9 @@ def engine_class(strategy: str) -> type[Engine]:
         "single": Engine, "ddp": DdpEngine, "fsdp": FsdpEngine, "fsdp-grad": FsdpEngine, "hsdp": FsdpEngine,
         "zero1": Zero12Engine, "zero2": Zero12Engine, "zero3": Zero3Engine,
     }  # fmt: skip
-    return table[strategy]
+    if plan.fsdp.version == 1 and table[plan.strategy] is FsdpEngine:
+        return Fsdp1Engine
+    return table[plan.strategy]
 
 
 class Estimator:
@@ -53,7 +56,7 @@ class Estimator:
 
     def trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> ModelTrace:
         """The model's trace under the numerics of the plan's engine."""
-        return self._trace(workload, engine_class(plan.strategy).numerics(workload, plan, _device(cluster)))
+        return self._trace(workload, engine_class(plan).numerics(workload, plan, _device(cluster)))
 
     def _trace(self, workload: Workload, numerics: Any) -> ModelTrace:
         from toolkit.timeline.tracing import trace_model
@@ -107,7 +110,7 @@ class Estimator:
         from toolkit.strategies.lowering import lower
 
         check_plan(plan, workload, cluster)
-        kind = engine_class(plan.strategy)
+        kind = engine_class(plan)
         numerics = kind.numerics(workload, plan, _device(cluster))
         program = (self._full_program if detail else self._quick_program)(workload, numerics, kind)
         engine = kind(program.trace, workload, plan, cluster)

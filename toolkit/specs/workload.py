@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from toolkit.specs.check import check_choices, check_positive
+from toolkit.specs.variant import Variant
 
 Method = Literal["full", "lora", "qlora"]
 Precision = Literal["fp32", "bf16", "fp16", "bf16-pure"]
@@ -51,6 +52,8 @@ class Workload:
     clip: float | None = None
     """Maximum gradient norm that the training loop asks for; None: it does not clip (DeepSpeed under Accelerate still
     clips at 1.0 unless its config says otherwise)."""
+    variant: Variant = field(default_factory=Variant)
+    """What another program than the recipe does differently."""
 
     def __post_init__(self) -> None:
         check_choices(self)

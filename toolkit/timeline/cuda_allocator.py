@@ -9,7 +9,7 @@ segments a pool is one address range whose pages (2 MiB for small, 20 MiB for la
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections import defaultdict
+from collections import defaultdict, deque
 from dataclasses import dataclass
 
 from toolkit.timeline.tape import Tape
@@ -30,36 +30,37 @@ class Block:
     order: int
     """Rank among blocks of one size: lower addresses are taken first."""
     small: bool
+    stream: int = 0
     free: bool = False
     before: Block | None = None
     after: Block | None = None
 
 
 class CachingAllocator:
-    """Fixed segments, one stream. `reserved` and `peak` are bytes."""
+    """Fixed segments, pools per stream. `reserved` and `peak` are bytes."""
 
     def __init__(self) -> None:
         self.reserved = 0
         self.peak = 0
-        self._pools: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
+        self._pools: dict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._orders = 0
 
-    def malloc(self, nbytes: int) -> Block:
+    def malloc(self, nbytes: int, stream: int = 0) -> Block:
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         small = size <= SMALL_LIMIT
-        pool = self._pools[small]
+        pool = self._pools[stream, small]
         at = bisect_left(pool, (size, -1))
         if at < len(pool):
             block = pool.pop(at)[2]
         else:
-            block = self._segment(size, small)
+            block = self._segment(size, small, stream)
         block.free = False
         rest = block.size - size
         if rest >= ROUND if small else rest > SMALL_LIMIT:
             self._split(block, size)
         return block
 
-    def _segment(self, size: int, small: bool) -> Block:
+    def _segment(self, size: int, small: bool, stream: int) -> Block:
         if small:
             length = SMALL_SEGMENT
         elif size < OWN_SEGMENT:
@@ -68,14 +69,14 @@ class CachingAllocator:
             length = -(-size // LARGE_ROUND) * LARGE_ROUND
         self.reserved += length
         self.peak = max(self.peak, self.reserved)
-        return self._block(length, small)
+        return self._block(length, small, stream)
 
-    def _block(self, size: int, small: bool) -> Block:
+    def _block(self, size: int, small: bool, stream: int) -> Block:
         self._orders += 1
-        return Block(size, self._orders, small)
+        return Block(size, self._orders, small, stream)
 
     def _split(self, block: Block, size: int) -> None:
-        rest = self._block(block.size - size, block.small)
+        rest = self._block(block.size - size, block.small, block.stream)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
@@ -84,10 +85,10 @@ class CachingAllocator:
 
     def _put(self, block: Block) -> None:
         block.free = True
-        insort(self._pools[block.small], (block.size, block.order, block), key=lambda e: (e[0], e[1]))
+        insort(self._pools[block.stream, block.small], (block.size, block.order, block), key=lambda e: (e[0], e[1]))
 
     def _take(self, block: Block) -> None:
-        pool = self._pools[block.small]
+        pool = self._pools[block.stream, block.small]
         at = bisect_left(pool, (block.size, block.order), key=lambda e: (e[0], e[1]))
         pool.pop(at)
 
@@ -110,20 +111,34 @@ class CachingAllocator:
         self._put(block)
 
 
+IN_FLIGHT = 2
+"""Units that FSDP lets wait for the GPU before the CPU stops: `_FreeEventQueue._max_num_inflight_all_gathers`."""
+
+
 def replay_reserved(tape: Tape) -> int:
-    """Bytes that the allocator has reserved at most when the tape is played (all steps, the load included)."""
+    """Bytes that the allocator has reserved at most when the tape is played (all steps, the load included).
+
+    The CPU is taken to run ahead of the GPU: what lags comes back only when the next block of its stream is asked for and
+    `IN_FLIGHT` others wait.
+    """
     allocator = CachingAllocator()
     live: dict[object, list[Block]] = defaultdict(list)
-    sizes: dict[object, int] = {}
-    for delta, key in zip(tape.deltas, tape.keys, strict=True):
+    waiting: deque[list[Block]] = deque()
+    streams, lagging = tape.streams, tape.lagging
+    for i, (delta, key) in enumerate(zip(tape.deltas, tape.keys, strict=True)):
         if delta > 0:
-            live[key].append(allocator.malloc(delta))
-            sizes[key] = sizes.get(key, 0) + delta
-        else:
-            blocks = live.pop(key, None)
-            if blocks is None:
-                continue
-            sizes.pop(key, None)
-            for block in blocks:
-                allocator.release(block)
+            stream = streams.get(key, 0) if streams else 0
+            while stream and len(waiting) >= IN_FLIGHT:
+                for block in waiting.popleft():
+                    allocator.release(block)
+            live[key].append(allocator.malloc(delta, stream))
+            continue
+        blocks = live.pop(key, None)
+        if blocks is None:
+            continue
+        if i in lagging:
+            waiting.append(blocks)
+            continue
+        for block in blocks:
+            allocator.release(block)
     return allocator.peak

@@ -145,9 +145,13 @@ class Tape:
         """Index of the first event of each optimizer step."""
         self.phase = "load"
         self.micro = 0
+        self.streams: dict[object, int] = {}
+        """Names that are allocated on another stream than the default one (0): the allocator keeps a pool per stream."""
+        self.lagging: set[int] = set()
+        """Indices of frees whose block comes back later: another stream was recorded on it and is not done with it."""
         self._held: dict[object, tuple[int, int]] = {}
 
-    def alloc(self, name: object, nbytes: int, category: str, what: str) -> None:
+    def alloc(self, name: object, nbytes: int, category: str, what: str, stream: int = 0) -> None:
         """Something named `name` is born; a name that is alive already grows."""
         if nbytes <= 0:
             return
@@ -155,13 +159,17 @@ class Tape:
         self.deltas.append(nbytes)
         self.labels.append(label)
         self.keys.append(name)
+        if stream:
+            self.streams[name] = stream
         held, _ = self._held.get(name, (0, label))
         self._held[name] = (held + nbytes, label)
 
-    def free(self, name: object) -> None:
-        """What was named `name` dies, whole; nothing happens when it is not alive."""
+    def free(self, name: object, lags: bool = False) -> None:
+        """What was named `name` dies, whole; nothing happens when it is not alive. `lags`: see `lagging`."""
         held = self._held.pop(name, None)
         if held is not None:
+            if lags:
+                self.lagging.add(len(self.deltas))
             self.deltas.append(-held[0])
             self.labels.append(held[1])
             self.keys.append(name)

@@ -1,0 +1,47 @@
+"""How other training programs do what the recipe does its own way. Only estimates know these; nothing launches them.
+
+The defaults are what the recipe and today's Hugging Face stack do, so a workload without a variant is unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from toolkit.specs.check import check_choices
+
+Quantization = Literal["nf4-dq", "nf4", "gptq", "int8"]
+AdapterDtype = Literal["fp32", "weights"]
+LossCode = Literal["current", "shifted", "triton", "chunks"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variant:
+    """Details of a run that change its memory."""
+
+    quantization: Quantization = "nf4-dq"
+    """Of the frozen base under qlora: NF4 (or FP4) with or without the second quantization, GPTQ with groups of 128, LLM.int8."""
+    adapter_dtype: AdapterDtype = "fp32"
+    """peft casts trainable adapters to fp32 (autocast_adapter_dtype); other libraries leave them in the weights' dtype."""
+    adapter_dropout: float = 0.0
+    upcast_rest: bool = False
+    """True: what is not quantized is cast to fp32 (peft's prepare_model_for_kbit_training)."""
+    trainable_modules: str = ""
+    """Modules trained in full beside the adapters (peft's modules_to_save), joined by commas."""
+    loss_code: LossCode = "current"
+    """current: logits to fp32, padded labels (transformers from 4.49 on); shifted: logits to fp32 and a contiguous copy of
+    all but the last position (before); triton: one kernel that writes the gradient over the logits; chunks: torchtune's
+    and torchtitan's cross entropy over 8 chunks of whole logits."""
+    keep_logits: bool = False
+    """True: the training loop still names the logits while backward runs."""
+    optimizer_in_backward: bool = False
+    """True: each parameter is updated and its gradient dropped as soon as the gradient is there."""
+    offload_activations: bool = False
+    """True: the inputs of checkpointed layers wait on the host."""
+    shard_packed: bool = False
+    """True: packed 4-bit weights are sharded with the rest (FSDP1 with a floating quant_storage, torchao's NF4)."""
+    load_whole: bool = False
+    """True: a whole checkpoint is loaded into the sharded model, all units gathered at once."""
+
+    def __post_init__(self) -> None:
+        check_choices(self)
