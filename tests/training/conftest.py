@@ -31,3 +31,11 @@ def make_config(tmp_path: Path) -> Callable[..., TrainConfig]:
         return from_mapping({"model": "m", "data": "d.jsonl", "output": str(tmp_path / "run"), "max_steps": 4, **values})
 
     return make
+
+
+@pytest.fixture
+def accelerator() -> Any:
+    """A single process on the CPU."""
+    from accelerate import Accelerator
+
+    return Accelerator(cpu=True)

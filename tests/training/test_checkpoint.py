@@ -1,0 +1,131 @@
+"""Checkpoints are whole or not there, pruned, found, and refused where they do not belong."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from toolkit.errors import UserError
+from toolkit.training.checkpoint import Checkpoints, Identity, Progress, check_room, is_complete
+from toolkit.training.config import TrainConfig
+
+IDENTITY = Identity(strategy="single", processes=1, method="full", data="abc")
+
+
+@pytest.fixture
+def trained(accelerator: Any) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(4, 4)
+    return accelerator.prepare(model, torch.optim.AdamW(model.parameters(), lr=0.1))
+
+
+def make(accelerator: Any, folder: Path, *, keep: int = 2, **identity: Any) -> Checkpoints:
+    return Checkpoints(folder / "checkpoints", accelerator, dataclasses.replace(IDENTITY, **identity), keep)
+
+
+def update(model: Any, optimizer: Any) -> None:
+    model(torch.rand(2, 4)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def names(checkpoints: Checkpoints) -> list[str]:
+    return sorted(path.name for path in checkpoints.folder.iterdir())
+
+
+def test_what_is_loaded_goes_on_as_what_was_saved(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    model, optimizer = trained
+    update(model, optimizer)
+    checkpoints = make(accelerator, tmp_path)
+    progress = Progress(step=1).after(100, skipped=True)
+    assert checkpoints.save(progress) is None
+    ends = []
+    for _ in range(2):
+        path = checkpoints.find("auto")
+        assert path is not None and checkpoints.load(path) == Progress(step=2, skipped=1, tokens=100) == progress
+        update(model, optimizer)
+        ends.append(model.weight.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_only_the_newest_are_kept(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    for step in (1, 2, 10):
+        assert checkpoints.save(Progress(step=step)) is None
+    assert names(checkpoints) == ["step-00000002", "step-00000010"]
+    assert checkpoints.newest() == checkpoints.folder / "step-00000010"
+
+
+@pytest.mark.parametrize("damage", ["manifest", "cut", "missing"])
+def test_a_damaged_checkpoint_is_passed_over(damage: str, accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    for step in (1, 2):
+        checkpoints.save(Progress(step=step))
+    last = checkpoints.folder / "step-00000002"
+    files = json.loads((last / "manifest.json").read_text(encoding="utf-8"))["files"]
+    victim = last / ("manifest.json" if damage == "manifest" else max(files, key=files.__getitem__))
+    if damage == "cut":
+        victim.write_bytes(victim.read_bytes()[:-1])
+    else:
+        victim.unlink()
+    assert not is_complete(last)
+    assert checkpoints.find("auto") == checkpoints.folder / "step-00000001"
+    with pytest.raises(UserError, match="no complete checkpoint"):
+        checkpoints.find(str(last))
+
+
+@pytest.mark.parametrize(("name", "value"), [("strategy", "fsdp"), ("processes", 2), ("method", "lora"), ("data", "other")])
+def test_a_checkpoint_of_another_kind_of_run_is_refused(
+    name: str, value: Any, accelerator: Any, trained: Any, tmp_path: Path
+) -> None:
+    make(accelerator, tmp_path).save(Progress(step=1))
+    with pytest.raises(UserError, match=f"was made with {name} .*, this run has {name} {value}"):
+        make(accelerator, tmp_path, **{name: value}).find("auto")
+
+
+def test_a_run_folder_instead_of_a_checkpoint_is_understood(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    make(accelerator, tmp_path).save(Progress(step=3))
+    with pytest.raises(UserError, match="did you mean .*step-00000003"):
+        make(accelerator, tmp_path).find(str(tmp_path))
+
+
+def test_a_failed_save_leaves_the_older_ones_and_no_scratch(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    checkpoints.save(Progress(step=1))
+    (checkpoints.folder / "step-00000002").write_text("a file where the folder should be", encoding="utf-8")
+    assert checkpoints.save(Progress(step=2)) is not None
+    assert names(checkpoints) == ["step-00000001", "step-00000002"]
+    assert checkpoints.newest() == checkpoints.folder / "step-00000001"
+
+
+def test_leftovers_of_a_killed_save_are_removed(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    (checkpoints.folder / ".saving-step-00000001" / "state").mkdir(parents=True)
+    assert checkpoints.newest() is None
+    checkpoints.save(Progress(step=2))
+    assert names(checkpoints) == ["step-00000002"]
+
+
+def test_starting_anew_keeps_the_old_ones_aside(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    checkpoints.save(Progress(step=1))
+    assert checkpoints.find("never") is None
+    checkpoints.set_aside()
+    assert checkpoints.find("auto") is None
+    assert is_complete(tmp_path / "checkpoints-before-1" / "step-00000001")
+
+
+def test_room_is_asked_for_what_the_run_writes(make_config: Callable[..., TrainConfig]) -> None:
+    enormous = 10**15
+    with pytest.raises(UserError, match="free; make room"):
+        check_room(make_config(checkpoint_every=1, export=False), enormous, enormous)
+    with pytest.raises(UserError, match="free; make room"):
+        check_room(make_config(), enormous, enormous)
+    check_room(make_config(export=False), enormous, enormous)
+    check_room(make_config(checkpoint_every=1), 1000, 1000)

@@ -1,0 +1,54 @@
+"""metrics.jsonl: one JSON object a line, resumed without a double or a half."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.training.metrics import Log, Metrics
+
+RECORD = {"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-4, "tokens": 10, "tokens_per_second": 5.0, "step_seconds": 2.0,
+          "mfu": None, "memory_peak": 4096}  # fmt: skip
+
+
+def write(accelerator: Any, file: Path, steps: range, *, log_every: int = 1, **changes: Any) -> None:
+    with Metrics(Log(accelerator), accelerator, file, total=4, first=steps.start, log_every=log_every) as metrics:
+        for step in steps:
+            metrics.step({"step": step, **RECORD, **changes})
+
+
+def records(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+
+def test_every_step_is_written_and_only_some_are_said(
+    accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(accelerator, tmp_path / "m.jsonl", range(1, 5), log_every=3)
+    assert [record["step"] for record in records(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
+    said = capsys.readouterr().out
+    assert "step 3/4" in said and "step 4/4" in said and "step 2/4" not in said and "trained in" in said
+
+
+def test_a_resumed_run_drops_what_it_writes_again(accelerator: Any, tmp_path: Path) -> None:
+    file = tmp_path / "m.jsonl"
+    write(accelerator, file, range(1, 4))
+    with file.open("a", encoding="utf-8") as half:
+        half.write('{"step": 4, "lo')
+    write(accelerator, file, range(3, 5), loss=0.5)
+    assert [(record["step"], record["loss"]) for record in records(file)] == [(1, 1.5), (2, 1.5), (3, 0.5), (4, 0.5)]
+
+
+def test_what_json_has_no_number_for_is_null(accelerator: Any, tmp_path: Path) -> None:
+    write(accelerator, tmp_path / "m.jsonl", range(1, 2), grad_norm=math.inf)
+    assert records(tmp_path / "m.jsonl")[0]["grad_norm"] is None
+
+
+def test_evaluations_have_their_own_keys(accelerator: Any, tmp_path: Path) -> None:
+    with Metrics(Log(accelerator), accelerator, tmp_path / "m.jsonl", total=4, first=1, log_every=1) as metrics:
+        metrics.evaluation(0, 2.5, 1234)
+    assert records(tmp_path / "m.jsonl") == [{"step": 0, "eval_loss": 2.5, "eval_tokens": 1234}]
