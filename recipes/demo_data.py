@@ -85,22 +85,40 @@ def pairs(library: Path) -> Iterator[dict[str, object]]:
             yield {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]}
 
 
+def records() -> list[dict[str, object]]:
+    """All pairs of this Python's library, in a random order that is always the same."""
+    found = list(pairs(Path(sysconfig.get_paths()["stdlib"])))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def write(path: Path, items: list[dict[str, object]]) -> None:
+    """One object a line; the file is written whole, or what was there stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    scratch.write_text("".join(json.dumps(item, ensure_ascii=False) + "\n" for item in items), encoding="utf-8")
+    scratch.replace(path)
+
+
+def write_split(folder: Path, held_out: int) -> tuple[Path, Path]:
+    """`train.jsonl` and `held-out.jsonl` with `held_out` pairs, in `folder`."""
+    items = records()
+    train, rest = folder / "train.jsonl", folder / "held-out.jsonl"
+    write(train, items[held_out:])
+    write(rest, items[:held_out])
+    return train, rest
+
+
 def main() -> None:
-    """Write the file whole, or leave what was there."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--limit", type=int, default=None, help="keep this many pairs, drawn at random (always the same)")
+    parser.add_argument("--limit", type=int, default=None, help="keep this many pairs")
     arguments = parser.parse_args()
-    records = list(pairs(Path(sysconfig.get_paths()["stdlib"])))
-    random.Random(0).shuffle(records)
-    records = records[: arguments.limit]
-    if not records:
+    items = records()[: arguments.limit]
+    if not items:
         sys.exit("error: this Python's standard library has no sources to read")
-    arguments.output.parent.mkdir(parents=True, exist_ok=True)
-    scratch = arguments.output.with_name(f".{arguments.output.name}.{os.getpid()}")
-    scratch.write_text("".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records), encoding="utf-8")
-    scratch.replace(arguments.output)
-    print(f"{len(records)} question and answer pairs in {arguments.output}")
+    write(arguments.output, items)
+    print(f"{len(items)} question and answer pairs in {arguments.output}")
 
 
 if __name__ == "__main__":

@@ -49,7 +49,7 @@ def format_count(count: float) -> str:
     for factor, unit in ((1e15, "P"), (1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(count) >= factor * 0.9995:  # what three digits round up to a thousand is one of the next unit
             return f"{count / factor:.3g} {unit}"
-    return f"{count:g}"
+    return f"{count:.3g}"
 
 
 def format_duration(seconds: float) -> str:

@@ -14,6 +14,10 @@ from toolkit.planner.ladder import ladder
 from toolkit.specs import Cluster, ModelSpec, Workload
 from toolkit.units import format_size
 
+ALIKE = 0.10
+"""Predicted speeds nearer than this are taken for equal, and the lighter plan wins. The time model is within 6% in the median and
+17% in nine of ten published figures (benchmarks/throughput.py)."""
+
 Prefer = Literal["lightest", "fastest", "fewest-gpus"]
 
 
@@ -145,7 +149,8 @@ def choose(results: list[Evaluated], prefer: Prefer) -> Evaluated | None:
     if not fitting:
         return None
     if prefer == "fastest":
-        return max(fitting, key=lambda r: (r.speed, -r.candidate.order))
+        best = max(r.speed for r in fitting)
+        return min((r for r in fitting if r.speed >= best * (1 - ALIKE)), key=lambda r: r.candidate.order)
     if prefer == "fewest-gpus":
         return min(fitting, key=lambda r: (r.candidate.cluster.world_size, r.candidate.order))
     lightest = min(fitting, key=lambda r: r.candidate.order)

@@ -12,8 +12,9 @@ from toolkit.specs.catalog import gpu as catalog_gpu
 from toolkit.specs.catalog import gpus as catalog_gpus
 from toolkit.specs.cluster import Cluster, Gpu
 
-CPU_FLOPS_PER_CORE = 40e9
-"""fp32 FLOP/s of one core in a matrix product: 2 x 8 lanes x fused multiply-add at about 2.5 GHz, half of it reached."""
+CPU_FLOPS_PER_CORE = 60e9
+"""fp32 FLOP/s of one core in a matrix product: 2 units x 8 lanes x fused multiply-add at about 2.5 GHz, three quarters of it
+reached."""
 CPU_BANDWIDTH_PER_CORE = 8e9
 
 
