@@ -60,6 +60,16 @@ def run(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> R
 
 
 @pytest.fixture
+def wide(tmp_path: Path) -> Path:
+    """The config of a Llama whose states are some GiB, so that it matters how it is spread."""
+    path = tmp_path / "wide"
+    path.mkdir()
+    changes = {"hidden_size": 2048, "intermediate_size": 4096, "num_hidden_layers": 3, "vocab_size": 8192}
+    (path / "config.json").write_text(json.dumps({**TINY, **changes}), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """A directory with the config of a two-layer Llama, and nothing else: no weights, no tokenizer."""
     path = tmp_path / "tiny"

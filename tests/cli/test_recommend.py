@@ -11,17 +11,19 @@ from typing import Any
 import pytest
 import yaml
 
+from toolkit.planner.search import ALIKE
 from toolkit.strategies import read
-from toolkit.units import MIB
 
 Run = Callable[..., Any]
-SHORT = ("--seq-len", 64, "--gpu", "a100-80gb-sxm")
+SEARCHED = ("--seq-len", 64, "--gpu", "a100-80gb-sxm")
+SHORT = (*SEARCHED, "--micro-batch", 1)
+"""Fixed, the micro-batch is not searched, which is most of the work."""
 KEYS = {"schema", "recommended", "candidates", "reason", "alternatives", "files"}
 ESTIMATE = {"schema", "model", "workload", "cluster", "plan", "memory", "time"}
 
 
-def ask(run: Run, model: Path, *words: object, status: int = 0) -> Any:
-    done = run("recommend", model, *SHORT, *words, "--json")
+def ask(run: Run, model: Path, *words: object, status: int = 0, base: tuple[object, ...] = SHORT) -> Any:
+    done = run("recommend", model, *base, *words, "--json")
     assert done.status == status and done.err == "", done
     return done.json
 
@@ -60,10 +62,11 @@ def test_an_engine_can_be_asked_for(engine: str, absent: set[str], run: Run, tin
     assert not names & absent and {"single", "ddp"} <= names and len(names) > 2
 
 
-def test_the_fastest_is_no_slower_than_any_that_fits(run: Run, tiny: Path) -> None:
+def test_the_fastest_is_the_lightest_of_those_that_are_as_fast_as_any(run: Run, tiny: Path) -> None:
     found = ask(run, tiny, "--gpus", 2, "--prefer", "fastest")
-    speeds = [(c["time"] or {}).get("tokens_per_second", 0) for c in found["candidates"] if c["fits_with_margin"]]
-    assert ((found["recommended"]["time"] or {}).get("tokens_per_second", 0)) == max(speeds)
+    speeds = [(c["name"], (c["time"] or {}).get("tokens_per_second", 0)) for c in found["candidates"] if c["fits_with_margin"]]
+    alike = [name for name, speed in speeds if speed >= (1 - ALIKE) * max(speed for _, speed in speeds)]
+    assert found["recommended"]["name"] == alike[0]
 
 
 def test_the_fewest_gpus_are_the_least_that_fit(run: Run, tiny: Path) -> None:
@@ -75,13 +78,19 @@ def test_the_fewest_gpus_are_the_least_that_fit(run: Run, tiny: Path) -> None:
 
 
 def test_a_global_batch_is_met_exactly(run: Run, tiny: Path) -> None:
-    for candidate in ask(run, tiny, "--gpus", 2, "--global-batch", 12)["candidates"]:
+    for candidate in ask(run, tiny, "--gpus", 2, "--global-batch", 12, base=SEARCHED)["candidates"]:
         work = candidate["workload"]
         assert work["micro_batch"] * work["accumulate"] * candidate["cluster"]["world_size"] == 12
 
 
+def test_without_a_micro_batch_the_largest_that_pays_is_searched(run: Run, wide: Path) -> None:
+    found = ask(run, wide, base=SEARCHED)["recommended"]
+    assert found["workload"]["micro_batch"] > 1
+    assert found["memory"]["fits"] and found["fits_with_margin"]
+
+
 def test_a_micro_batch_that_was_asked_for_stays(run: Run, tiny: Path) -> None:
-    candidates = ask(run, tiny, "--gpus", 2, "--micro-batch", 3)["candidates"]
+    candidates = ask(run, tiny, "--gpus", 2, "--micro-batch", 3, base=SEARCHED)["candidates"]
     assert {c["workload"]["micro_batch"] for c in candidates} == {3}
 
 
@@ -139,17 +148,17 @@ def test_people_read_the_choice_the_reason_and_how_to_go_on(run: Run, tiny: Path
 # -- the files ----------
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed"])
+@pytest.mark.parametrize(("engine", "enough"), [("fsdp", "fsdp-grad"), ("deepspeed", "zero1")])
 def test_written_files_are_accepted_by_check_and_hold_the_plan(
-    engine: str, run: Run, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: str, enough: str, run: Run, wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in list(os.environ):
         if name.startswith(("ACCELERATE_", "FSDP_")):
             monkeypatch.delenv(name)
-    single = ask(run, tiny, "--micro-batch", 1)["recommended"]["memory"]["peak_total"]
-    folder = tmp_path / "out"
-    words = ("--gpus", 2, "--gpu-memory", single - MIB // 4, "--margin", 0, "--micro-batch", 1, "--engine", engine)
-    found = ask(run, tiny, *words, "--write", folder)
+    folder, words = tmp_path / "out", ("--gpus", 4)
+    need = run("estimate", wide, *SHORT, *words, "--strategy", enough, "--json").json["memory"]["peak_total"]
+    found = ask(run, wide, *words, "--gpu-memory", int(need * 1.03), "--margin", 0, "--engine", engine, "--write", folder)
+    assert found["recommended"]["plan"]["strategy"].startswith(engine[:4].replace("deep", "zero"))
     names = {Path(name).name for name in found["files"]}
     assert names >= {"accelerate.yaml", "train.yaml", "launch.sh", "README.md", "recommendation.json"}
     assert all(Path(name).is_file() and Path(name).parent == folder for name in found["files"])
@@ -157,7 +166,7 @@ def test_written_files_are_accepted_by_check_and_hold_the_plan(
     plan = read(folder / "accelerate.yaml").plan
     assert plan.strategy == found["recommended"]["plan"]["strategy"]
     assert json.loads((folder / "recommendation.json").read_text(encoding="utf-8")) == found
-    checked = run("check", folder / "accelerate.yaml", folder / "train.yaml", "--model", tiny, "--json")
+    checked = run("check", folder / "accelerate.yaml", folder / "train.yaml", "--model", wide, "--json")
     assert checked.json["errors"] == 0, checked.json["findings"]
     assert checked.status == 0
 

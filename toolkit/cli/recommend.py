@@ -61,6 +61,10 @@ def recommend(
             raise UserError(f"{name.replace('_', '-')} is {values[name]}; it must be at least 1")
     if not 0 < learning_rate < float("inf"):
         raise UserError(f"learning-rate is {learning_rate}; it must be a number above zero")
+    if write is not None:
+        there = next(place for place in (write, *write.parents) if place.exists())
+        if not there.is_dir():
+            raise UserError(f"--write {write}: {there} is a file; name a folder")
     workload, cluster = o.workload_from(values).with_(loss_only=True), o.cluster_from(values)
     spec = o.model_from(values, workload)
     from toolkit.planner.recommendation import recommend as find
@@ -74,6 +78,8 @@ def recommend(
 
         with progress("Looking for plans") as say:
             result = find(request, tokens=tokens, progress=say)
+    if result.chosen is None and result.closest is None and result.results:  # not one plan of this model could be estimated
+        raise UserError(result.results[0].why)
     if write is not None and result.chosen is not None:
         from toolkit.planner.files import write_files
 
