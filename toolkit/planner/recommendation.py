@@ -84,6 +84,7 @@ def recommend(request: Request, *, tokens: int | None = None, progress: Callable
     one_gpu = _one_gpu(search, results, tokens)
     if chosen is None:
         closest = min((r for r in results if r.estimate), key=_short, default=None)
+        closest = search.evaluate(closest.candidate, detail=True) if closest is not None else None
         return Recommendation(request, None, results, one_gpu, _why_not(closest), changes=_changes(search, closest),
                               closest=closest)
     return Recommendation(request, chosen, results, one_gpu, _why(chosen, results, request, tokens),
@@ -189,9 +190,7 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
     if request.allow_offload == "none" and base.plan.strategy in ("zero2", "zero3", "fsdp"):
         offload = "optimizer" if base.plan.strategy != "fsdp" else "all"
         tries.append((f"offload of {offload}", "--allow-offload cpu", replace(base, plan=base.plan.with_(offload=offload))))
-    more = replace(base.cluster, gpus_per_node=base.cluster.gpus_per_node + 1) if base.cluster.world_size > 1 else None
-    if more is not None:
-        tries.append(("one more GPU per node", f"--gpus {more.gpus_per_node}", replace(base, cluster=more)))
+    tries += _more_gpus(base)
     tries += _larger_gpu(base)
     out = []
     for what, option, candidate in tries:
@@ -199,6 +198,18 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
         if result.estimate is not None:
             out.append(Change(what, option, result.fits, 0 if result.fits else _short(result)))
     return sorted(out, key=lambda c: (not c.fits, c.short))
+
+
+def _more_gpus(base: Any) -> list[tuple[str, str, Any]]:
+    """One more GPU in the node, or one more node where eight fill it."""
+    cluster = base.cluster
+    if cluster.world_size == 1 or cluster.gpu.is_cpu:
+        return []
+    if cluster.gpus_per_node >= 8 or cluster.nodes > 1:
+        more = replace(cluster, nodes=cluster.nodes + 1)
+        return [("one more node", f"--nodes {more.nodes}", replace(base, cluster=more))]
+    more = replace(cluster, gpus_per_node=cluster.gpus_per_node + 1)
+    return [("one more GPU", f"--gpus {more.gpus_per_node}", replace(base, cluster=more))]
 
 
 def _larger_gpu(base: Any) -> list[tuple[str, str, Any]]:

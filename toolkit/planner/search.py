@@ -111,11 +111,11 @@ class Search:
         """The candidates, in the order of the ladder.
 
         Pruned are, and said to be: on a rung that fits, more aids (they cost speed and buy nothing); on a rung whose states
-        alone exceed the memory, aids that only save activations.
+        alone exceed the memory, aids that only save activations, but for the strongest of them when nothing fits at all.
         """
         request = self.request
         results: list[Evaluated] = []
-        hopeless: dict[object, str] = {}
+        hopeless: dict[object, list[Candidate]] = {}
         error: UserError | None = None
         for candidate in candidates(request.workload, request.cluster, engine=request.engine,
                                     allow_offload=request.allow_offload, every_count=request.prefer == "fewest-gpus"):
@@ -123,6 +123,7 @@ class Search:
             if any(r.fits and (r.candidate.rung.strategy, r.candidate.cluster.world_size) == rung for r in results):
                 continue
             if rung in hopeless and candidate.plan.offload == "none":
+                hopeless[rung].append(candidate)
                 continue
             self.progress(candidate.name)
             try:
@@ -132,10 +133,13 @@ class Search:
                 continue
             results.append(result)
             if result.estimate is not None and not result.fits and self._states_alone_exceed(result):
-                hopeless[rung] = result.why
+                hopeless[rung] = []
         if not results and error is not None:
             raise error
-        return results
+        if not any(r.fits for r in results):
+            strongest = [skipped[-1] for skipped in hopeless.values() if skipped]
+            results += [self.best_micro_batch(candidate) for candidate in strongest]
+        return sorted(results, key=lambda r: r.candidate.order)
 
     def _states_alone_exceed(self, result: Evaluated) -> bool:
         """What is held between steps, gradients at the update included, is more than the GPU has."""

@@ -127,7 +127,7 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
         out.print(f"{e.model.name}: {format_count(e.model.parameters)} parameters, {r.request.workload.method}, "
                   f"{r.request.workload.precision}, {r.request.workload.seq_len} tokens; {format_size(e.memory.capacity)} on "
                   f"{unit}, {r.request.kept_free:.0%} of it kept free")
-    shown = results if every else _worth_showing(results, r.chosen)
+    shown = results if every else _worth_showing(results, r.chosen or r.closest)
     table = Table(box=box.SIMPLE_HEAD)
     for name, justify in (("plan, lightest first", "left"), ("GPUs", "right"), ("batch", "right"), ("peak", "right"),
                           ("headroom", "right"), ("tokens/s", "right"), ("verdict", "left")):
@@ -166,7 +166,7 @@ def _rate(out: Console, r: Recommendation, base_batch: int | None, learning_rate
 
 
 def _worth_showing(results: list[Evaluated], chosen: Evaluated | None) -> list[Evaluated]:
-    """Per strategy its lightest plan and the first that fits, and the chosen one."""
+    """Per strategy its lightest plan and the first that fits, and the chosen (or closest) one."""
     keep: list[Evaluated] = []
     seen: dict[str, set[bool]] = {}
     for result in results:
