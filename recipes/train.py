@@ -133,7 +133,7 @@ def main(arguments: list[str]) -> None:
                     log.say(f"warning: no checkpoint at step {step} ({problem}); the older ones are kept")
 
     # What came of it.
-    measured = memory.measured(accelerator)
+    measured = memory.measured(accelerator, model, optimizer)
     folder.write_memory(predicted, measured)
     log.say(compared(predicted, measured))
     if config.export:

@@ -45,6 +45,9 @@ def test_memory_is_predicted_and_measured(name: str, fp32_run: Callable[[str], A
     assert sum(predicted["breakdown"].values()) == predicted["peak_allocated"]
     assert measured["counter"] == "allocations" and measured["steps"] == 10
     assert max(measured["peak_by_rank"]) == measured["peak"] >= measured["resident"] > 0
+    by_category = measured["resident_by_category"]
+    assert by_category["parameters"] > 0 and by_category["optimizer_states"] > 0
+    assert sum(by_category.values()) <= measured["resident"]
     assert predicted["peak_allocated"] == pytest.approx(measured["peak"], rel=0.05)
 
 

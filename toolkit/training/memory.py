@@ -45,8 +45,8 @@ class MemoryWatch:
         self.peaks.append(self.counter.peak() - self.start)
         return self.peaks[-1]
 
-    def measured(self, accelerator: Accelerator) -> dict[str, Any]:
-        """What was measured, over all ranks. Every rank must call it."""
+    def measured(self, accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:
+        """What was measured, over all ranks; `resident_by_category` is of the rank that asks. Every rank must call it."""
         steady = self.peaks[_STEADY_FROM - 1 :] or self.peaks[-1:] or [0]
         by_rank = highest(accelerator, max(steady))
         return {
@@ -56,8 +56,39 @@ class MemoryWatch:
             "first_step_peak": max(highest(accelerator, self.peaks[0] if self.peaks else 0)),
             "load_peak": max(highest(accelerator, self.load_peak)),
             "resident": max(highest(accelerator, self.resident)),
+            "resident_by_category": resident_by_category(model, optimizer, self.resident),
             "steps": len(self.peaks),
         }
+
+
+def resident_by_category(model: Any, optimizer: Any, resident: int) -> dict[str, int]:
+    """Bytes of this rank's tensors between steps: what hangs on the model and on the innermost optimizer, and the rest
+    (gradient buffers, communication, what the libraries keep). Sums to `resident` unless tensors lie elsewhere."""
+    counted: set[int] = set()
+
+    def held(tensors: list[Any]) -> int:
+        total = 0
+        for tensor in tensors:
+            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
+            if storage.data_ptr() and storage.data_ptr() not in counted:
+                counted.add(storage.data_ptr())
+                total += storage.nbytes()
+        return total
+
+    inner, masters = optimizer, []
+    while hasattr(inner, "optimizer") and inner.optimizer is not None:
+        inner = inner.optimizer
+        masters += getattr(inner, "fp32_partitioned_groups_flat", [])  # ZeRO-3 lends them to its optimizer for a step.
+    weights = [*model.parameters(), *model.buffers()]
+    shards = [p.ds_tensor for p in weights if getattr(p, "ds_tensor", None) is not None]
+    states = [value for state in inner.state.values() for value in state.values() if hasattr(value, "untyped_storage")]
+    found = {
+        "parameters": held(weights + shards),
+        "master_weights": held([*masters, *(p for group in inner.param_groups for p in group["params"])]),
+        "optimizer_states": held(states),
+        "gradients": held([p.grad for p in weights if p.grad is not None]),
+    }
+    return {**found, "other": max(0, resident - sum(found.values()))}
 
 
 def predict(config: TrainConfig, plan: Plan, model_config: Any, accelerator: Accelerator,
