@@ -75,7 +75,8 @@ def resident_by_category(model: Any, optimizer: Any, resident: int) -> dict[str,
                 total += storage.nbytes()
         return total
 
-    inner, masters = optimizer, []
+    inner: Any = optimizer
+    masters: list[Any] = []
     while hasattr(inner, "optimizer") and inner.optimizer is not None:
         inner = inner.optimizer
         masters += getattr(inner, "fp32_partitioned_groups_flat", [])  # ZeRO-3 lends them to its optimizer for a step.
