@@ -1,0 +1,168 @@
+"""The workload of a published row: method, precision, loss and what the row's program does its own way."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from published_rows import Case, NotExpressible, Row, _number, _strategy, cluster_of, metric_of, spec_of
+
+from toolkit.specs import ModelSpec, Variant, Workload
+
+_TARGETS: dict[str, dict[str, str]] = {
+    "llama": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "up": "up_proj", "gate": "gate_proj",
+              "down": "down_proj", "mlp": "gate_proj,up_proj,down_proj", "c_attn": "q_proj,k_proj,v_proj",
+              "c_proj": "o_proj,down_proj", "w1": "up_proj", "w2": "gate_proj"},
+    "gpt_neox": {"q": "query_key_value", "k": "query_key_value", "v": "query_key_value", "o": "dense",
+                 "mlp": "dense_h_to_4h,dense_4h_to_h", "up": "dense_h_to_4h", "down": "dense_4h_to_h", "gate": ""},
+    "phi": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "dense", "mlp": "fc1,fc2", "up": "fc1", "down": "fc2", "gate": ""},
+    "phi3": {"q": "qkv_proj", "k": "qkv_proj", "v": "qkv_proj", "o": "o_proj", "mlp": "gate_up_proj,down_proj",
+             "up": "gate_up_proj", "gate": "gate_up_proj", "down": "down_proj"},
+    "gpt_bigcode": {"c_attn": "c_attn", "c_proj": "c_proj", "q": "", "k": "", "v": "", "o": ""},
+    "mixtral": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj"},
+}  # fmt: skip
+_TARGETS["falcon"] = _TARGETS["gpt_neox"]
+_HUGGING_FACE = ("fms", "hf ", "peft", "qwen", "swift", "axolotl", "llama-factory", "cookbook", "liger", "atorch", "answer.ai")
+"""Sources whose models are transformers' own."""
+
+
+def _targets(row: Row, spec: ModelSpec) -> str:
+    task = row["task"].replace("[", "").replace("]", "").replace("'", "")
+    if re.search(r"all[- ]linear", task):
+        return "all-linear"
+    found = re.search(r"targets?=([\w,]+(?:(?:, | )[a-z_0-9]+(?=[ ,]|$))*)", task)
+    words = re.split(r"[ ,]+", found[1]) if found else []
+    if "dropout" in words:
+        words = words[: words.index("dropout")]
+    table = _TARGETS.get(str(spec.config.get("model_type")), _TARGETS["llama"])
+    if not words:
+        stated = re.search(r"q,k,v,o,mlp|q,k,v|q,v", task)
+        words = stated[0].split(",") if stated else []
+    if not words and "torchtune" in row["source"].lower():
+        # recipes/configs/llama3_2/3B_{lora,qlora}_single_device.yaml and llama2/70B_lora.yaml
+        words = ["q", "v", "o", "mlp"] if "3B" in task else ["q", "k", "v"]
+    out: dict[str, None] = {}
+    for word in words:
+        key = word.removesuffix("_proj") if word.removesuffix("_proj") in table else word
+        if key == "head":
+            out["lm_head"] = None
+        elif key in table:
+            out.update(dict.fromkeys(t for t in table[key].split(",") if t))
+    return ",".join(out) or "q_proj,v_proj"
+
+
+def _method(row: Row) -> str:
+    task = row["task"].lower() + " " + row["precision"].lower()
+    if re.search(r"qlora|nf4|fp4|int8|int4|gptq|4-bit base", task):
+        return "qlora"
+    return "lora" if re.search(r"\blora|dora", task) else "full"
+
+
+def _precision(row: Row, method: str, zero: bool) -> tuple[str, str]:
+    """(precision, weights' dtype)"""
+    text = row["precision"].lower()
+    hugging_face = any(s in row["source"].lower() for s in _HUGGING_FACE)
+    if zero:
+        return ("fp16" if text.startswith("fp16") else "bf16"), "bf16" if method != "full" else "fp32"
+    if text.startswith("fp32") and "bf16" not in text:
+        return "fp32", "fp32"
+    if "fp16 mixed" in text or "fp16 + fp32" in text:
+        return "fp16", "fp32"
+    if re.search(r"amp_|fsdp2: fp32|fp32 params|fp32 master \(fsdp", text) or "mixed_precision" in text:
+        return "bf16", "bf16" if "upcast" in text else "fp32"
+    if re.search(r"pure bf16|bf16-true|bf16 pure", text):
+        return "bf16-pure", "bf16"
+    if "autocast" in text or (hugging_face and method != "full" and "answer" not in row["source"].lower()):
+        return "bf16", "bf16"
+    return "bf16-pure", "bf16"
+
+
+def _loss(row: Row) -> tuple[str, str]:
+    """(loss, variant's loss code)"""
+    text, source, software = row["loss_impl"].lower(), row["source"].lower(), row["software"].lower()
+    if re.search(r"fused-linear|cut cross|linear-cut|tiled fused|lce", text):
+        return "fused", "current"
+    if "triton" in text or "fused ce" in text:
+        return "standard", "triton"
+    if "chunk" in text:
+        return "standard", "native" if "litgpt" in source else "chunks"
+    if "litgpt" in source:
+        return "standard", "native"
+    if "torchtitan" in source or "nemo" in source:
+        return "standard", "current"
+    found = re.search(r"transformers (\d+)\.(\d+)", software)
+    version = (int(found[1]), int(found[2])) if found else None
+    if version is None:
+        return "standard", "current" if re.search(r"torch 2\.(8|9|1\d)|202[56]", software) else "upcast"
+    return "standard", "current" if version >= (4, 49) else "shifted" if version >= (4, 46) else "upcast"
+
+
+def _variant(row: Row, method: str, loss_code: str) -> Variant:
+    task, precision, source = row["task"].lower(), row["precision"].lower(), row["source"].lower()
+    text = task + " " + precision
+    quantization = "nf4-dq"
+    if "gptq" in text:
+        quantization = "gptq"
+    elif "int8" in text:
+        quantization = "int8"
+    elif not re.search(r"nf4-dq|double[- ]?quant|dq", text) and re.search(r"bnb|nf4|fp4", text) and "torchtune" not in source:
+        quantization = "nf4"
+    dropout = re.search(r"dropout=([\d.]+)", task)
+    peft = any(s in source for s in _HUGGING_FACE) and "answer" not in source
+    return Variant(
+        quantization=quantization,  # type: ignore[arg-type]
+        adapter_dtype="fp32" if peft else "weights",
+        adapter_dropout=float(dropout[1]) if dropout else 0.0,
+        upcast_rest=method == "qlora" and ("upcast" in precision or "4bit-transformers" in source),
+        trainable_modules="embed_tokens,lm_head" if "trainable emb" in task else "",
+        loss_code=loss_code,  # type: ignore[arg-type]
+        keep_logits="cookbook" in source and "not kept" not in row["notes"],
+        optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
+        offload_activations=bool(re.search(r"activation offload|checkpoint cpu offload", row["activation_ckpt"].lower()
+                                           + row["strategy"].lower())),
+        shard_packed="torchtune" in source,
+        load_whole="litgpt resource" in source and "fsdp" in row["strategy"].lower(),
+    )  # fmt: skip
+
+
+def _optimizer(row: Row) -> str:
+    text = row["optimizer"].lower()
+    if "adafactor" in text:
+        return "adafactor"
+    if "paged" in text:
+        return "paged-adamw-8bit"
+    if "8-bit" in text or "8bit" in text:
+        return "adamw-8bit"
+    return "sgd" if "sgd" in text else "lion" if "lion" in text else "adamw"
+
+
+def case_of(row: Row) -> Case:
+    """Map a row. Raises NotExpressible with the reason."""
+    metric = metric_of(row)
+    if "graph_trainer" in row["torch_compile"]:
+        raise NotExpressible("a graph compiler that chooses what is recomputed by its own memory policy")
+    spec = spec_of(row)
+    cluster = cluster_of(row)
+    plan = _strategy(row, spec)
+    method = _method(row)
+    precision, weights = _precision(row, method, plan.strategy.startswith("zero"))
+    loss, code = _loss(row)
+    batch, length = _number(row["micro_batch"]), _number(row["seq_len"])
+    if batch is None or length is None:
+        raise NotExpressible("the row states no batch or sequence length")
+    rank = re.search(r"\br=(\d+)", row["task"])
+    accumulate = re.search(r"(?:accumulation|grad_accum)[ =](\d+)", row["notes"])
+    attention = row["attention"].lower()
+    fused = "fused" in row["optimizer"].lower() or "torchtune" in row["source"].lower()
+    options: dict[str, Any] = {}
+    if spec.config.get("model_type") in ("bert", "deberta-v2", "roberta") or "classification" in row["task"]:
+        options["task"] = "sequence-classification"
+    workload = Workload(
+        method=method, lora_rank=int(rank[1]) if rank else 64 if "3B_" in row["task"] else 16 if "70B" in row["task"] else 8,  # type: ignore[arg-type]
+        lora_targets=_targets(row, spec) if method != "full" else "all-linear", seq_len=length, micro_batch=batch,
+        accumulate=int(accumulate[1]) if accumulate else 1, precision=precision, weights_dtype=weights,  # type: ignore[arg-type]
+        optimizer=_optimizer(row), optimizer_impl="fused" if fused else "default",  # type: ignore[arg-type]
+        attention="eager" if attention.startswith("eager") else "flash" if "flash" in attention else "sdpa",
+        loss=loss, variant=_variant(row, method, code), **options,  # type: ignore[arg-type]
+    )  # fmt: skip
+    return Case(spec, workload, plan, cluster, metric)
