@@ -76,7 +76,7 @@ def _show(checked: Checked) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    console = Console(highlight=False)
+    console = Console(highlight=False, markup=False, emoji=False)
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     for file, kind in checked.files:
         label = checked.plan.label if kind == "accelerate" and checked.plan is not None else ""

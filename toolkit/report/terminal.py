@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from rich import box
@@ -19,12 +21,19 @@ from toolkit.planner.search import Evaluated
 from toolkit.units import format_count, format_size
 
 BAR = 24
+NARROWEST = 40
+SMALL = 80
+"""Below this many characters a table leaves out what its other columns tell as well."""
 
 
 def console() -> Console:
-    """Standard output; colours only on a terminal, a fixed width elsewhere so that files read well."""
-    width = None if sys.stdout.isatty() else int(os.environ.get("COLUMNS", 110))
-    return Console(width=width, highlight=False, soft_wrap=False)
+    """Standard output; colours only on a terminal, a fixed width elsewhere so that files read well.
+
+    Names of models and folders are shown as they are: no markup is read in them.
+    """
+    given = os.environ.get("COLUMNS", "")
+    width = max(NARROWEST, int(given) if given.isdecimal() and int(given) else 110)
+    return Console(width=None if sys.stdout.isatty() else width, highlight=False, soft_wrap=False, markup=False, emoji=False)
 
 
 @contextmanager
@@ -104,6 +113,10 @@ def show_estimate(e: Estimate, margin: float | None) -> None:
     out.print(Text(verdict, style="bold green" if fits else "bold red"))
 
 
+HEADROOM = 4
+"""Its place in a row."""
+
+
 def _row(result: Evaluated, chosen: bool) -> list[str | Text]:
     c, e = result.candidate, result.estimate
     mark = "→ " if chosen else "  "
@@ -114,6 +127,20 @@ def _row(result: Evaluated, chosen: bool) -> list[str | Text]:
     style = "green" if result.fits else "red"
     return [mark + c.name, str(c.cluster.world_size), batch, format_size(e.memory.peak_total),
             format_size(e.memory.headroom), speed, Text(result.why, style=style)]
+
+
+def _plans(shown: list[Evaluated], chosen: Evaluated | None, *, small: bool) -> Table:
+    """A row per plan; on a small screen without the headroom, which the verdict tells too. Nothing is cut off."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0) if small else (0, 1))
+    left_out = [HEADROOM] if small else []
+    for number, name in enumerate(("plan, lightest first", "GPUs", "batch", "peak", "headroom", "tokens/s", "verdict")):
+        if number not in left_out:
+            justify: Any = "left" if number in (0, 6) else "right"
+            table.add_column(name, justify=justify, overflow="fold", min_width=11 if number == 0 else None)
+    for result in shown:
+        cells = _row(result, chosen is not None and result.candidate == chosen.candidate)
+        table.add_row(*(cell for number, cell in enumerate(cells) if number not in left_out))
+    return table
 
 
 def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | None = None, learning_rate: float = 2e-5) -> None:
@@ -128,13 +155,7 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
                   f"{r.request.workload.precision}, {r.request.workload.seq_len} tokens; {format_size(e.memory.capacity)} on "
                   f"{unit}, {r.request.kept_free:.0%} of it kept free")
     shown = results if every else _worth_showing(results, r.chosen or r.closest)
-    table = Table(box=box.SIMPLE_HEAD)
-    for name, justify in (("plan, lightest first", "left"), ("GPUs", "right"), ("batch", "right"), ("peak", "right"),
-                          ("headroom", "right"), ("tokens/s", "right"), ("verdict", "left")):
-        table.add_column(name, justify=justify)  # type: ignore[arg-type]
-    for result in shown:
-        table.add_row(*_row(result, r.chosen is not None and result.candidate == r.chosen.candidate))
-    out.print(table)
+    out.print(_plans(shown, r.chosen, small=out.width < SMALL))
     if len(shown) < len(results):
         out.print(f"({len(results) - len(shown)} more plans were tried; --all shows them)", style="dim")
     if r.chosen is None:
@@ -148,10 +169,10 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
         out.print(f"  instead: {other.candidate.name}: {trade}", style="dim")
     _rate(out, r, base_batch, learning_rate)
     if r.files:
-        out.print("\nWritten:", ", ".join(r.files))
-        folder = r.files[0].rsplit("/", 1)[0]
-        out.print(f"Launch:  accelerate launch --config_file {folder}/accelerate.yaml recipes/train.py "
-                  f"--config {folder}/train.yaml")
+        out.print("\nWritten:", ", ".join(r.files), soft_wrap=True)
+        folder = Path(r.files[0]).parent
+        launch, train = (shlex.quote(str(folder / name)) for name in ("accelerate.yaml", "train.yaml"))
+        out.print(f"Launch:  accelerate launch --config_file {launch} recipes/train.py --config {train}", soft_wrap=True)
     else:
         out.print("\nAdd --write DIR for the files that launch it.", style="dim")
 
@@ -201,7 +222,7 @@ def show_rows(what: str, rows: list[dict[str, Any]]) -> None:
     """One list of the catalog."""
     table = Table(box=box.SIMPLE_HEAD)
     for column in _COLUMNS[what]:
-        table.add_column(column.replace("_", " "))
+        table.add_column(column.replace("_", " "), overflow="fold")
     for row in rows:
         table.add_row(*(_cell(column, row[column]) for column in _COLUMNS[what]))
     console().print(table)
