@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -128,3 +129,15 @@ def test_without_a_choice_nothing_is_written(ask: Ask, tmp_path: Path) -> None:
     nothing = Recommendation(ask(80, 2), None, [], "", "nothing fits")
     assert write_files(nothing, tmp_path / "out", "gpt2") is nothing
     assert not (tmp_path / "out").exists()
+
+
+def test_several_nodes_get_a_slurm_job_that_starts_one_launcher_a_node(ask: Ask, tmp_path: Path) -> None:
+    chosen = candidate("fsdp", ask)
+    chosen = replace(chosen, cluster=replace(chosen.cluster, nodes=2))
+    result = write_files(recommended(chosen, ask(80, 2)), tmp_path / "my run", "gpt2")
+    job = tmp_path / "my run" / "launch.sbatch"
+    assert str(job) in result.files
+    subprocess.run(["bash", "-n", job], check=True)
+    text = job.read_text(encoding="utf-8")
+    assert "#SBATCH --nodes=2\n" in text and "#SBATCH --gpus-per-node=2\n" in text
+    assert "--ntasks-per-node=1" in text and "MACHINE_RANK" in text and "MAIN_PROCESS_IP" in text

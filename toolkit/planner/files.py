@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,11 +84,30 @@ def write_files(
     script = folder / "launch.sh"
     write_whole(script, launch.shell(folder, "recipes/train.py", train))
     script.chmod(0o755)
+    jobs = []
+    if candidate.cluster.nodes > 1:
+        jobs.append(folder / "launch.sbatch")
+        write_whole(jobs[0], _sbatch(folder, candidate.cluster.nodes, candidate.cluster.gpus_per_node))
     write_whole(folder / "README.md", _readme(recommendation, folder))
-    names = [str(p) for p in (*written, train, script, folder / "README.md", folder / "recommendation.json")]
+    names = [str(p) for p in (*written, train, script, *jobs, folder / "README.md", folder / "recommendation.json")]
     result = replace(recommendation, files=list(dict.fromkeys(names)))
     write_whole(folder / "recommendation.json", json.dumps(result.to_json(), indent=1))
     return result
+
+
+def _sbatch(folder: Path, nodes: int, gpus: int) -> str:
+    """A Slurm job: one launcher a node, which starts a process per GPU."""
+    name = shlex.quote(folder.name)
+    return f"""#!/bin/bash
+#SBATCH --job-name={name}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={gpus}
+# Time, partition and account are yours to add: sbatch --time=... {shlex.quote(str(folder / "launch.sbatch"))}
+set -eu
+export MAIN_PROCESS_IP="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
+srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK="$SLURM_NODEID" exec sh "$0"' {shlex.quote(str(folder / "launch.sh"))}
+"""
 
 
 def _readme(recommendation: Recommendation, folder: Path) -> str:
@@ -97,6 +117,6 @@ def _readme(recommendation: Recommendation, folder: Path) -> str:
         memory = chosen.estimate.memory
         lines += [f"Predicted peak per device: {memory.peak_total:,} bytes of {memory.capacity:,}, at {memory.at_peak.phase} "
                   f"({memory.at_peak.module or 'the model itself'}).", ""]
-    lines += ["Set `data` in train.yaml, then:", "", f"    sh {folder}/launch.sh", "",
+    lines += ["Set `data` in train.yaml, then:", "", f"    sh {shlex.quote(str(folder / 'launch.sh'))}", "",
               "`recommendation.json` holds every plan that was tried, with its figures.", ""]
     return "\n".join(lines)
