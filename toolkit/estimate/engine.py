@@ -124,6 +124,21 @@ class Estimator:
             time=step_time(program.trace, workload, plan, cluster),
         )
 
+    def timeline(self, workload: Workload, plan: Plan, cluster: Cluster, *, points: int = 600) -> dict[str, Any]:
+        """The level of the first two steps at no more than `points` moments, as plain data: see estimate/timeline.py.
+
+        Raises:
+            UserError: as `estimate`.
+        """
+        from toolkit.estimate.timeline import thinned
+        from toolkit.strategies import check_plan
+        from toolkit.strategies.lowering import lower
+
+        check_plan(plan, workload, cluster)
+        kind = engine_class(plan)
+        program = self._full_program(workload, kind.numerics(workload, plan, _device(cluster)), kind)
+        return thinned(lower(program, kind(program.trace, workload, plan, cluster)), points)
+
 
 def _device(cluster: Cluster) -> str:
     return "cpu" if cluster.gpu.is_cpu else "cuda"
