@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json as json_module
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -23,6 +23,23 @@ def register(app: typer.Typer) -> None:
 def _one_of(option: str, value: str, allowed: tuple[str, ...]) -> None:
     if value not in allowed:
         raise UserError(f"{option} {value!r} is not one of {', '.join(allowed)}")
+
+
+def _check(values: dict[str, Any]) -> None:
+    """What is wrong in this command's own options is said before anything is searched."""
+    _one_of("prefer", values["prefer"], ("lightest", "fastest", "fewest-gpus"))
+    _one_of("engine", values["engine"], ("any", "fsdp", "deepspeed"))
+    _one_of("allow-offload", values["allow_offload"], ("none", "cpu", "nvme"))
+    for name in ("global_batch", "tokens", "base_batch"):
+        if values[name] is not None and values[name] < 1:
+            raise UserError(f"{name.replace('_', '-')} is {values[name]}; it must be at least 1")
+    if not 0 < values["learning_rate"] < float("inf"):
+        raise UserError(f"learning-rate is {values['learning_rate']}; it must be a number above zero")
+    write = values["write"]
+    if write is not None:
+        there = next(place for place in (write, *write.parents) if place.exists())
+        if not there.is_dir():
+            raise UserError(f"--write {write}: {there} is a file; name a folder")
 
 
 def recommend(
@@ -53,18 +70,7 @@ def recommend(
 ) -> int:  # fmt: skip
     """Find the lightest strategy that fits, say why, and write the files and the command that launch it."""
     values = dict(locals())
-    _one_of("prefer", prefer, ("lightest", "fastest", "fewest-gpus"))
-    _one_of("engine", engine, ("any", "fsdp", "deepspeed"))
-    _one_of("allow-offload", allow_offload, ("none", "cpu", "nvme"))
-    for name in ("global_batch", "tokens", "base_batch"):
-        if values[name] is not None and values[name] < 1:
-            raise UserError(f"{name.replace('_', '-')} is {values[name]}; it must be at least 1")
-    if not 0 < learning_rate < float("inf"):
-        raise UserError(f"learning-rate is {learning_rate}; it must be a number above zero")
-    if write is not None:
-        there = next(place for place in (write, *write.parents) if place.exists())
-        if not there.is_dir():
-            raise UserError(f"--write {write}: {there} is a file; name a folder")
+    _check(values)
     workload, cluster = o.workload_from(values).with_(loss_only=True), o.cluster_from(values)
     spec = o.model_from(values, workload)
     from toolkit.planner.recommendation import recommend as find
