@@ -76,6 +76,7 @@ def recommend(
     from toolkit.planner.recommendation import recommend as find
     from toolkit.planner.search import Request
 
+    content = None
     request = Request(spec, workload, cluster, prefer, engine, allow_offload, global_batch, micro_batch is not None, margin)  # type: ignore[arg-type]
     if json:
         result = find(request, tokens=tokens)
@@ -88,10 +89,12 @@ def recommend(
         raise UserError(result.results[0].why)
     if write is not None and result.chosen is not None:
         from toolkit.planner.files import write_files
+        from toolkit.report.page import add_page
 
-        result = write_files(result, write, model, base_batch=base_batch, learning_rate=learning_rate)
+        written = write_files(result, write, model, base_batch=base_batch, learning_rate=learning_rate)
+        result, content = add_page(written, write)
     if json:
-        print(json_module.dumps(result.to_json()))
+        print(json_module.dumps(content or result.to_json()))
     else:
         show_recommendation(result, every=all, base_batch=base_batch, learning_rate=learning_rate)
     return 0 if result.chosen is not None else 3
