@@ -83,23 +83,31 @@ def _loss(row: Row) -> tuple[str, str]:
     if re.search(r"fused-linear|cut cross|linear-cut|tiled fused|lce", text):
         return "fused", "current"
     if "triton" in text or "fused ce" in text:
-        return "standard", "triton"
+        return "standard", _hugging_face_loss(software)
     if "chunk" in text:
         return "standard", "native" if "litgpt" in source else "chunks"
     if "litgpt" in source:
         return "standard", "native"
     if "torchtitan" in source or "nemo" in source:
         return "standard", "current"
-    found = re.search(r"transformers (\d+)\.(\d+)", software)
-    version = (int(found[1]), int(found[2])) if found else None
+    return "standard", _hugging_face_loss(software)
+
+
+def _transformers(software: str) -> tuple[int, int] | None:
+    found = re.search(r"transformers (\d+)\.(\d+)", software.lower())
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _hugging_face_loss(software: str) -> str:
+    version = _transformers(software)
     if version is None:
-        return "standard", "current" if re.search(r"torch 2\.(8|9|1\d)|202[56]", software) else "upcast"
-    return "standard", "current" if version >= (4, 49) else "shifted" if version >= (4, 46) else "upcast"
+        return "current" if re.search(r"torch 2\.(8|9|1\d)|202[56]", software) else "upcast"
+    return "current" if version >= (4, 49) else "shifted" if version >= (4, 46) else "upcast"
 
 
 def _variant(row: Row, method: str, loss_code: str) -> Variant:
     task, precision, source = row["task"].lower(), row["precision"].lower(), row["source"].lower()
-    text = task + " " + precision
+    text, loss_text = task + " " + precision, row["loss_impl"].lower()
     quantization = "nf4-dq"
     if "gptq" in text:
         quantization = "gptq"
@@ -113,9 +121,15 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         quantization=quantization,  # type: ignore[arg-type]
         adapter_dtype="fp32" if peft else "weights",
         adapter_dropout=float(dropout[1]) if dropout else 0.0,
-        upcast_rest=method == "qlora" and ("upcast" in precision or "4bit-transformers" in source),
+        # TRL does not prepare a model that FSDP will shard (trl/trainer/sft_trainer.py, is_sharded_qlora)
+        upcast_rest=method == "qlora" and ("upcast" in precision or "4bit-transformers" in source)
+        and "fsdp" not in row["strategy"].lower(),
         trainable_modules="embed_tokens,lm_head" if "trainable emb" in task else "",
         loss_code=loss_code,  # type: ignore[arg-type]
+        triton_loss=bool(re.search(r"triton|fused ce", row["loss_impl"].lower())),
+        upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt", row["model"].lower()),
+        kernels="fused-norm" if "foak" in loss_text + row["notes"].lower() else "liger" if "liger" in loss_text else "model",
+        reentrant=peft or "answer" in source or "reentrant)" in row["activation_ckpt"].lower().replace("non-", "x"),
         keep_logits="cookbook" in source and "not kept" not in row["notes"],
         optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
         offload_activations=bool(re.search(r"activation offload|checkpoint cpu offload", row["activation_ckpt"].lower()

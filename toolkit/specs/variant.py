@@ -12,7 +12,8 @@ from toolkit.specs.check import check_choices
 
 Quantization = Literal["nf4-dq", "nf4", "gptq", "int8"]
 AdapterDtype = Literal["fp32", "weights"]
-LossCode = Literal["current", "shifted", "triton", "chunks"]
+LossCode = Literal["current", "shifted", "upcast", "chunks", "native"]
+Kernels = Literal["model", "fused-norm", "liger"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,9 +30,18 @@ class Variant:
     trainable_modules: str = ""
     """Modules trained in full beside the adapters (peft's modules_to_save), joined by commas."""
     loss_code: LossCode = "current"
-    """current: logits to fp32, padded labels (transformers from 4.49 on); shifted: logits to fp32 and a contiguous copy of
-    all but the last position (before); triton: one kernel that writes the gradient over the logits; chunks: torchtune's
-    and torchtitan's cross entropy over 8 chunks of whole logits."""
+    """current: logits to fp32, padded labels (transformers from 4.49 on); shifted: 16-bit logits, fp32 ones and a contiguous
+    copy of all but the last position (4.46 to 4.48); upcast: the same without the 16-bit ones (to 4.45); chunks: torchtune's
+    cross entropy over 8 chunks of whole logits; native: whole logits in the model's dtype and their cross entropy in
+    chunks of 128 positions in that dtype (litgpt)."""
+    triton_loss: bool = False
+    """True: unsloth's cross entropy, which writes the gradient over the logits, in place of torch's."""
+    upcast_logits: bool = True
+    """False: the model's own code does not make its logits fp32 (GPT-BigCode, GPT-2 and BLOOM before transformers 4.49)."""
+    kernels: Kernels = "model"
+    """fused-norm: RMSNorm as one kernel that saves its input (unsloth's); liger: that, and SwiGLU that saves gate and up."""
+    reentrant: bool = False
+    """True: torch's reentrant checkpointing (the default of Hugging Face's Trainer to transformers 4.5x)."""
     keep_logits: bool = False
     """True: the training loop still names the logits while backward runs."""
     optimizer_in_backward: bool = False

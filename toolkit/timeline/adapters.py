@@ -17,49 +17,99 @@ NESTED_BLOCK = 256
 """Constants that share one constant of the second quantization."""
 
 
-class _FourBitMatmul(torch.autograd.Function):
-    """Allocates as bitsandbytes' MatMul4Bit: the weight is unpacked for each product, the input is not saved."""
+GROUP = 128
+"""Weights that share one scale under GPTQ (the usual group_size)."""
+
+
+class _PackedMatmul(torch.autograd.Function):
+    """Allocates as bitsandbytes' MatMul4Bit: the weight is unpacked for each product, the input is not saved. With
+    `unpacks` False as GPTQ's triton kernels (auto_gptq QuantLinearFunction): they unpack inside the product."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int]) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], unpacks: bool) -> torch.Tensor:
         ctx.save_for_backward(packed)
-        ctx.shape = shape
+        ctx.shape, ctx.unpacks = shape, unpacks
+        if not unpacks:
+            return x.new_empty((*x.shape[:-1], shape[0]))
         weight = torch.empty(shape, dtype=x.dtype)
         return F.linear(x, weight)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        if not ctx.unpacks:
+            return grad.new_empty((*grad.shape[:-1], ctx.shape[1])), None, None, None
         weight = torch.empty(ctx.shape, dtype=grad.dtype)
-        return grad @ weight, None, None
+        return grad @ weight, None, None, None
 
 
-class FourBitLinear(nn.Linear):
-    """A linear layer whose weight is packed to 4 bits with doubly quantized constants."""
+class _EightBitMatmul(torch.autograd.Function):
+    """Allocates as bitsandbytes' MatMul8bitLt with int8 weights: the input is quantized for the product, the weight is
+    unpacked to the input's dtype in the backward."""
 
-    def __init__(self, layer: nn.Linear) -> None:
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], _: bool) -> torch.Tensor:
+        ctx.save_for_backward(packed)
+        ctx.shape = shape
+        quantized = torch.empty(x.shape, dtype=torch.int8)
+        product = torch.empty((*x.shape[:-1], shape[0]), dtype=torch.int32)
+        out = product.to(x.dtype)
+        del quantized, product
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        weight = torch.empty(ctx.shape, dtype=grad.dtype)
+        return grad @ weight, None, None, None
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer whose weight is packed, with the constants that its quantization keeps."""
+
+    def __init__(self, layer: nn.Linear, quantization: str) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.quantization = quantization
         count = layer.weight.numel()
-        packed = torch.empty((count // 2, 1), dtype=torch.uint8, device=layer.weight.device)
+        packed = torch.empty((count if quantization == "int8" else count // 2, 1), dtype=torch.uint8, device=layer.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
-        constants = count // BLOCK + -(-count // (BLOCK * NESTED_BLOCK)) * 4 + 16 * 4 + 256 * 4
-        self.register_buffer("constants", torch.empty(constants, dtype=torch.uint8, device=packed.device))
+        size = self._constants(count)
+        self.register_buffer("constants", torch.empty(size, dtype=torch.uint8, device=packed.device))
+
+    def _constants(self, count: int) -> int:
+        """nf4-dq: one byte per block, an fp32 scale per 256 of them, two code tables. nf4: an fp32 maximum per block.
+        gptq: a 16-bit scale and 4-bit zero per group and output, an int32 group index per input. int8: a scale per output."""
+        if self.quantization == "nf4":
+            return count // BLOCK * 4 + 16 * 4
+        if self.quantization == "gptq":
+            return count // GROUP * 2 + count // GROUP // 2 + self.in_features * 4
+        if self.quantization == "int8":
+            return self.out_features * 4
+        return count // BLOCK + -(-count // (BLOCK * NESTED_BLOCK)) * 4 + 16 * 4 + 256 * 4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
-        out = _FourBitMatmul.apply(x, self.weight, (self.out_features, self.in_features))
+        product = _EightBitMatmul if self.quantization == "int8" else _PackedMatmul
+        out = product.apply(x, self.weight, (self.out_features, self.in_features), self.quantization != "gptq")
         return out if self.bias is None else out + self.bias
 
 
-def _quantize(model: Any) -> None:
+def _quantize(model: Any, quantization: str) -> None:
     """Pack every linear layer but the output layer, as `load_in_4bit` does."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if type(child) is nn.Linear and child is not head:
-                setattr(module, name, FourBitLinear(child))
+                setattr(module, name, PackedLinear(child, quantization))
+
+
+def _upcast_rest(model: Any) -> None:
+    """peft.utils.other.prepare_model_for_kbit_training: 16-bit parameters that are not packed become fp32."""
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None and parameter.dtype in (torch.bfloat16, torch.float16):
+                parameter.data = parameter.data.float()
 
 
 def freeze_and_adapt(model: Any, workload: Workload) -> None:
@@ -72,21 +122,27 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
         return
     from peft import LoraConfig, inject_adapter_in_model
 
+    variant = workload.variant
     if workload.method == "qlora":
-        _quantize(model)
+        _quantize(model, variant.quantization)
+        if variant.upcast_rest:
+            _upcast_rest(model)
     targets: Any = workload.lora_targets
     if targets != "all-linear":
         targets = [t.strip() for t in targets.split(",") if t.strip()]
-    config = LoraConfig(r=workload.lora_rank, target_modules=targets, task_type="CAUSAL_LM")
+    config = LoraConfig(r=workload.lora_rank, target_modules=targets, task_type="CAUSAL_LM",
+                        lora_dropout=variant.adapter_dropout)
     with torch.device("meta"):
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
             first = str(error).splitlines()[0][:200]
             raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first}") from None
+    whole = tuple(m.strip() for m in variant.trainable_modules.split(",") if m.strip())
     for name, parameter in model.named_parameters():
         adapter = "lora_" in name
-        parameter.requires_grad_(adapter) if parameter.is_floating_point() else None
-        if adapter and parameter.dtype in (torch.bfloat16, torch.float16):
+        kept = any(f".{module}." in f".{name}." for module in whole)
+        parameter.requires_grad_(adapter or kept) if parameter.is_floating_point() else None
+        if adapter and variant.adapter_dtype == "fp32" and parameter.dtype in (torch.bfloat16, torch.float16):
             # peft keeps trainable adapters in fp32 (autocast_adapter_dtype)
             parameter.data = parameter.data.float()

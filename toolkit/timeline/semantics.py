@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional as F
 
 if TYPE_CHECKING:
-    from toolkit.specs import Workload
+    from toolkit.specs import Variant, Workload
     from toolkit.timeline.tracing import Numerics
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -42,8 +42,48 @@ def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
         _enable_checkpointing(model, {"use_reentrant": False})
     elif numerics.checkpointing == "selective":
         _checkpoint_selectively(model)
+    if workload.variant.kernels != "model":
+        _fuse_kernels(model, workload.variant.kernels == "liger")
     if workload.loss != "standard":
         _replace_head(model, workload.loss)
+
+
+class _FusedNorm(torch.autograd.Function):
+    """RMSNorm as unsloth's and Liger's kernels: saves the input and one factor per row; the gradient takes its place."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _, weight, _ = ctx.saved_tensors
+        return grad, torch.empty_like(weight) if ctx.needs_input_grad[1] else None
+
+
+class _FusedSwiglu(torch.autograd.Function):
+    """Liger's SwiGLU: saves gate and up, whose places their gradients take."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.saved_tensors
+
+
+def _fuse_kernels(model: Any, swiglu: bool) -> None:
+    """Put the fused kernels in place of the model's own code."""
+    for module in model.modules():
+        name = type(module).__name__
+        if name.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
+            module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)
+        elif swiglu and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
+            module.forward = MethodType(
+                lambda self, x: self.down_proj(_FusedSwiglu.apply(self.gate_proj(x), self.up_proj(x))), module)
 
 
 def _checkpoint_selectively(model: Any) -> None:
@@ -215,15 +255,73 @@ def _fused_part(head: Any, rows: torch.Tensor, labels: torch.Tensor) -> torch.Te
     return _FusedLinearCrossEntropy.apply(rows, weight)
 
 
-def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Numerics) -> torch.Tensor:
-    """Forward and loss; returns the loss, nothing else is kept."""
+def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Numerics, keep: list[Any] | None = None
+            ) -> torch.Tensor:
+    """Forward and loss; returns the loss. Nothing else is kept, unless the variant's loop names the logits: they go to `keep`."""
     run: Callable[..., Any] = model.__call__
+    variant = workload.variant
     if workload.loss != "standard":
         inputs = {k: v for k, v in batch.items() if k != "labels"}
         return _wrapped(lambda: run(**inputs).logits, numerics)
     if workload.loss_only:
         return _wrapped(lambda: _summed(run, batch), numerics)
+    if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss:
+        inputs = {k: v for k, v in batch.items() if k != "labels"}
+
+        def with_loss() -> dict[str, torch.Tensor]:
+            box = [run(**inputs).logits]
+            loss = _loss_of(box, batch["labels"], variant)
+            return {"loss": loss, "logits": box[0]}
+
+        out = _wrapped(with_loss, numerics)
+        if variant.keep_logits and keep is not None:
+            keep.append(out["logits"])
+        return out["loss"]
     return _wrapped(lambda: run(**batch), numerics).loss
+
+
+def _loss_of(box: list[torch.Tensor], labels: torch.Tensor, variant: Variant) -> torch.Tensor:
+    """The loss of the logits in `box`, as the variant's program computes it."""
+    if box[0].dim() == 2:
+        return F.cross_entropy(box[0], labels)
+    if variant.loss_code == "chunks":
+        return _in_pieces(box[0].chunk(8, dim=1), labels.chunk(8, dim=1), True)
+    if variant.loss_code == "native":
+        return _in_pieces(box[0].split(128, dim=1), labels.split(128, dim=1), False)
+    if variant.loss_code == "upcast" and variant.upcast_logits:
+        box.append(box.pop().float())  # transformers to 4.45 (modeling_llama.py): the 16-bit logits are gone before the loss
+    logits = box[0].float() if variant.upcast_logits else box[0]
+    shifted = logits
+    if variant.loss_code != "current":
+        # loss_utils.py to 4.48: a contiguous copy without the last position; `logits` stays named
+        shifted, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
+    rows = shifted.view(-1, logits.size(-1))
+    if variant.triton_loss:
+        return _TritonCrossEntropy.apply(rows).sum()
+    return F.cross_entropy(rows, labels.reshape(-1))
+
+
+class _TritonCrossEntropy(torch.autograd.Function):
+    """unsloth's Fast_CrossEntropyLoss: keeps the logits and a log-sum per row, writes the gradient over the logits."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
+        sums = torch.empty(logits.shape[0], dtype=torch.float32)
+        ctx.save_for_backward(logits, sums)
+        return torch.empty(logits.shape[0], dtype=torch.float32)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return ctx.saved_tensors[0]
+
+
+def _in_pieces(parts: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...], upcast: bool) -> torch.Tensor:
+    """Cross entropy piece by piece: torchtune's CEWithChunkedOutputLoss in fp32, litgpt's chunked_cross_entropy in 16 bits."""
+    total = torch.zeros((), dtype=torch.float32)
+    for part, target in zip(parts, targets, strict=False):
+        rows = part.reshape(-1, part.size(-1))
+        total = total + F.cross_entropy(rows.float() if upcast else rows, target.reshape(-1), reduction="sum")
+    return total
 
 
 def _summed(run: Callable[..., Any], batch: dict[str, Any]) -> torch.Tensor:

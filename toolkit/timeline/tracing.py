@@ -110,11 +110,13 @@ def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
     recorder.attach(model, names)
     try:
         with semantics.functions(numerics), recorder:
-            loss = semantics.forward(model, batch, workload, numerics)
+            named: list[Any] = []
+            loss = semantics.forward(model, batch, workload, numerics, named)
             recorder.phase = "backward"
             loss.backward()
             recorder.close_backward()
             del loss
+            named.clear()
             recorder.mark("backward-done", "")
     finally:
         recorder.detach()

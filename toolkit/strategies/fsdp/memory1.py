@@ -9,6 +9,9 @@ Read from torch 2.4 `torch/distributed/fsdp/{_flat_param,_runtime_utils,_limiter
 * `_post_forward_reshard` frees it, but never the root's; with BACKWARD_PRE `_pre_backward_hook` prefetches the next unit;
 * the gradients of the views meet in the backward of `split`, which concatenates them into one flat gradient;
   `_reduce_grad` pads it when it does not divide and scatters it into a shard, which is cast to the kept dtype;
+* under reentrant checkpointing a frozen unit registers its reshard hook in the recomputed forward, on the detached leaf
+  inputs (`_register_post_backward_reshard_only_hook`; the first forward runs without gradients and registers none). The
+  hook keeps the leaf's AccumulateGrad node and so the layer's input and its gradient, until the end of backward;
 * `_FreeEventQueue`: the CPU waits before an all-gather while two freed units are not yet done with on the GPU.
 """
 
@@ -62,6 +65,9 @@ class Fsdp1Engine(Engine):
         self.unit_of = {unit.name: unit for unit in self.units}
         self.of_parameter = {p.name: unit for unit in self.units for p in unit.parameters}
         self.order: list[FlatUnit] = []
+        self.left: FlatUnit | None = None
+        self.keeps_inputs = workload.variant.reentrant and plan.checkpointing == "full"
+        self.input_size = 4 if workload.precision == "fp32" else 2
 
     @staticmethod
     def numerics(workload: Workload, plan: Plan, device: str) -> Numerics:
@@ -152,6 +158,7 @@ class Fsdp1Engine(Engine):
         unit = self.unit_of.get(module)
         if unit is None or unit.index < 0:
             return
+        self._keep_inputs(tape)
         self._unshard(tape, unit)
         if unit.index > 0:
             self._unshard(tape, self.order[unit.index - 1])
@@ -159,8 +166,17 @@ class Fsdp1Engine(Engine):
 
     def backward_end(self, tape: Tape, module: str) -> None:
         unit = self.unit_of.get(module)
-        if unit is not None and not unit.root and not unit.trainable:
+        if unit is not None and not unit.root and any(not p.trainable for p in unit.parameters):
             self._reshard(tape, unit)  # a frozen unit: _register_post_backward_reshard_only_hook
+            self.left = unit
+
+    def _keep_inputs(self, tape: Tape) -> None:
+        """The layer that backward has left keeps its input and that input's gradient."""
+        unit, self.left = self.left, None
+        if unit is not None and self.keeps_inputs:
+            work = self.workload
+            size = 2 * work.micro_batch * work.seq_len * self.trace.hidden_size * self.input_size
+            tape.alloc(("kept-input", unit.name), size, "activations", "inputs of frozen units and their gradients")
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -203,10 +219,12 @@ class Fsdp1Engine(Engine):
                 self.drop_gradient(tape, p.name)
 
     def backward_done(self, tape: Tape) -> None:
+        self._keep_inputs(tape)
         for unit in self.units:
             self._reduce(tape, unit)
             self._reshard(tape, unit)
             unit.index = -1
+            tape.free(("kept-input", unit.name))
         self.order.clear()
 
     # -- optimizer ---------------------------------------------------------------------------------------------
