@@ -114,6 +114,9 @@ MODELS = [
     ("a-list", "holds a list"),
     ("no-type", "has no model_type"),
     ("slip", "transformers does not know model type 'lama'"),
+    ("words", "its config is not right"),
+    ("uneven", "its config is not right"),
+    ("no-layers", "num_hidden_layers 0"),
     ("remote", "refused unless --trust-remote-code"),
     ("bad.gguf", "is not a GGUF file"),
 ]
@@ -141,6 +144,8 @@ def place(tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     contents: dict[str, str | bytes] = {
         "not-json": "{oops", "binary": b"\xff\xfe\x00", "a-list": "[1]", "no-type": '{"hidden_size": 64}',
         "slip": json.dumps({**config, "model_type": "lama"}), "remote": json.dumps({**config, "auto_map": {"AutoModel": "m.M"}}),
+        "words": json.dumps({**config, "hidden_size": "big"}), "uneven": json.dumps({**config, "num_attention_heads": 7}),
+        "no-layers": json.dumps({**config, "num_hidden_layers": 0}),
     }  # fmt: skip
     for name, content in contents.items():
         (folder / name).mkdir()

@@ -200,3 +200,19 @@ def test_the_same_request_has_the_same_answer(ask: Ask) -> None:
         return found.to_json()
 
     assert said(recommend(ask(2.0, engine="fsdp"))) == said(recommend(ask(2.0, engine="fsdp")))
+
+
+@pytest.mark.parametrize("gib", [2.76, 2.8, 3.0, 3.2])
+def test_what_is_recommended_fits_when_it_is_estimated_in_detail(gib: float, ask: Ask) -> None:
+    """The allocator's rounding tips plans that just fit by their quick estimate."""
+    request = ask(gib)
+    best = chosen(recommend(request))
+    again = Search(request).evaluate(best.candidate, detail=True)
+    assert again.fits
+    assert total(again) == total(best)
+
+
+def test_the_closest_plan_has_one_figure(ask: Ask) -> None:
+    found = recommend(ask(0.5))
+    assert found.closest is not None and any(r is found.closest for r in found.results)
+    assert all(change.short > 0 for change in found.changes if not change.fits)

@@ -74,34 +74,50 @@ def recommend(request: Request, *, tokens: int | None = None, progress: Callable
     """
     search = Search(request, progress)
     results = search.run()
-    chosen = choose(results, request.prefer)
-    if chosen is not None:
-        chosen = search.evaluate(chosen.candidate, detail=True)
-        results = [chosen if r.candidate == chosen.candidate else r for r in results]
-        if not chosen.fits:  # the allocator's rounding tipped it: the next one
-            results = [replace_fit(r, chosen) for r in results]
-            chosen = choose(results, request.prefer)
+    chosen, results = _checked_choice(search, results)
     one_gpu = _one_gpu(search, results, tokens)
     if chosen is None:
-        closest = min((r for r in results if r.estimate), key=_short, default=None)
-        closest = search.evaluate(closest.candidate, detail=True) if closest is not None else None
+        closest = min((r for r in results if r.estimate), key=lambda r: _short(r, request), default=None)
+        if closest is not None:
+            closest, results = _in_detail(search, closest, results)
         return Recommendation(request, None, results, one_gpu, _why_not(closest), changes=_changes(search, closest),
                               closest=closest)
     return Recommendation(request, chosen, results, one_gpu, _why(chosen, results, request, tokens),
                           _alternatives(chosen, results))
 
 
-def replace_fit(result: Evaluated, checked: Evaluated) -> Evaluated:
-    """The result with what a detailed estimate found of the same candidate."""
-    return checked if result.candidate == checked.candidate else result
+def _in_detail(search: Search, result: Evaluated, results: list[Evaluated]) -> tuple[Evaluated, list[Evaluated]]:
+    """The candidate again, with the allocator replayed event by event, and the results with it in the old one's place."""
+    checked = search.evaluate(result.candidate, detail=True)
+    return checked, [checked if r is result else r for r in results]
 
 
-def _short(result: Evaluated) -> int:
+def _checked_choice(search: Search, results: list[Evaluated]) -> tuple[Evaluated | None, list[Evaluated]]:
+    """The choice that still fits when it is estimated in detail: the allocator's rounding may tip one that just fitted.
+
+    Before a plan is given up, its smaller micro-batches are tried.
+    """
+    checked: set[int] = set()
+    while (chosen := choose(results, search.request.prefer)) is not None:
+        if id(chosen) in checked:
+            return chosen, results
+        detailed, results = _in_detail(search, chosen, results)
+        checked.add(id(detailed))
+        if not detailed.fits:
+            smaller = search.smaller_that_fits(detailed.candidate)
+            if smaller is not None:
+                results = [smaller if r is detailed else r for r in results]
+                checked.add(id(smaller))
+    return None, results
+
+
+def _short(result: Evaluated, request: Request) -> int:
+    """Bytes that are missing, the margin counted; 0 when the plan fits."""
     memory = result.estimate.memory if result.estimate else None
     if memory is None:
         return 1 << 62
-    host = max(0, memory.host.peak - memory.host.capacity) if memory.host.capacity else 0
-    return max(0, memory.peak_total - memory.capacity, host)
+    host = memory.host.peak - memory.host.capacity if memory.host.capacity else 0
+    return max(0, memory.peak_total - int(memory.capacity * (1 - request.kept_free)), host)
 
 
 def _one_gpu(search: Search, results: list[Evaluated], tokens: int | None) -> str:
@@ -110,7 +126,7 @@ def _one_gpu(search: Search, results: list[Evaluated], tokens: int | None) -> st
     alone = [r for r in results if r.candidate.plan.strategy == "single"]
     fitting = next((r for r in alone if r.fits), None)
     if fitting is None:
-        near = min((r for r in alone if r.estimate), key=_short, default=None)
+        near = min((r for r in alone if r.estimate), key=lambda r: _short(r, search.request), default=None)
         short = f" (the lightest single-{unit} plan {near.why})" if near else ""
         return f"One {unit} is not enough for the memory{short}."
     aids = " with " + " and ".join(a.name for a in fitting.candidate.aids) if fitting.candidate.aids else ""
@@ -196,7 +212,7 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
     for what, option, candidate in tries:
         result = search.evaluate(candidate)
         if result.estimate is not None:
-            out.append(Change(what, option, result.fits, 0 if result.fits else _short(result)))
+            out.append(Change(what, option, result.fits, 0 if result.fits else _short(result, request)))
     return sorted(out, key=lambda c: (not c.fits, c.short))
 
 

@@ -107,6 +107,16 @@ class Search:
                 best = result
         return best or first  # type: ignore[return-value]
 
+    def smaller_that_fits(self, candidate: Candidate) -> Evaluated | None:
+        """The largest smaller micro-batch of a candidate that fits, estimated in detail; None when there is none."""
+        request, work = self.request, candidate.workload
+        choices = micro_batches(request.workload, candidate.cluster.world_size, request.global_batch, request.fixed_micro_batch)
+        for micro, accumulate in reversed([c for c in choices if c[0] < work.micro_batch]):
+            result = self.evaluate(self.with_micro_batch(candidate, micro, accumulate), detail=True)
+            if result.fits:
+                return result
+        return None
+
     def run(self) -> list[Evaluated]:
         """The candidates, in the order of the ladder.
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from toolkit.errors import UserError
+from toolkit.errors import UserError, nearest
 from toolkit.specs import ModelSpec, Workload
 
 if TYPE_CHECKING:
@@ -96,7 +96,8 @@ def load_config(spec: ModelSpec) -> Any:
     Raises:
         UserError: unknown model type, or remote code that was not asked for.
     """
-    from transformers import AutoConfig
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     values = dict(spec.text_config)
     if spec.config.get("auto_map") and not spec.trust_remote_code:
@@ -109,10 +110,17 @@ def load_config(spec: ModelSpec) -> Any:
         values["tie_word_embeddings"] = bool(spec.config.get("tie_word_embeddings", True))
     values.pop("transformers_version", None)
     try:
-        return AutoConfig.for_model(model_type, **values)
+        config = AutoConfig.for_model(model_type, **values)
+    except StrictDataclassError as error:
+        raise UserError(f"{spec.name}: its config is not right: {' '.join(str(error).split())[:200]}") from None
     except ValueError as error:
-        first = str(error).splitlines()[0]
-        raise UserError(f"{spec.name}: transformers does not know model type {model_type!r} ({first[:120]})") from None
+        if model_type in CONFIG_MAPPING:
+            raise UserError(f"{spec.name}: its config is not right: {' '.join(str(error).split())[:200]}") from None
+        known = nearest(str(model_type), CONFIG_MAPPING.keys())
+        raise UserError(f"{spec.name}: transformers does not know model type {model_type!r}{known}") from None
+    if getattr(config, "num_hidden_layers", 1) == 0:
+        raise UserError(f"{spec.name}: its config says num_hidden_layers 0; it must be at least 1")
+    return config
 
 
 @contextmanager
@@ -145,7 +153,10 @@ def build_meta(spec: ModelSpec, workload: Workload, attention: str) -> tuple[nn.
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
         except ValueError as error:
             text = str(error).splitlines()[0]
-            raise UserError(f"{spec.name}: it can't be built as {kind} with {attention} attention ({text[:160]})") from None
+            if attention != "sdpa" or "scaled_dot_product" not in str(error):
+                raise UserError(f"{spec.name}: it can't be built as {kind} with {attention} attention ({text[:160]})") from None
+            # As transformers does when no implementation is asked for: eager where the model has no other.
+            model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     return model, model.config, kind
 
 

@@ -249,8 +249,17 @@ def expand(built: BuiltModel, recorder: Recorder, workload: Workload, itemsizes:
         inputs_without_gradient=_renamed(recorder.inputs_without_gradient, built),
         entries_without_gradient=_renamed(recorder.entries_without_gradient, built),
         operations=_operations(built, recorder),
+        notes=_notes(built, workload),
         buffer_parts=tuple(parts),
     )
+
+
+def _notes(built: BuiltModel, workload: Workload) -> tuple[str, ...]:
+    """What of the workload the model could not have."""
+    used = getattr(built.config, "_attn_implementation", None)
+    if used == "eager" and workload.attention != "eager":
+        return (f"{type(built.model).__name__} has no {workload.attention} attention in transformers: eager is estimated",)
+    return ()
 
 
 def _final_norm(model: Any, paths: dict[int, str]) -> str:

@@ -110,15 +110,27 @@ def load_config(config: TrainConfig, source: Source) -> Any:
     return found
 
 
-def isolates_by_position(model_config: Any) -> bool:
-    """Whether the model takes position ids, by which samples that share a row are kept apart."""
+def _model_class(model_config: Any) -> type | None:
+    """transformers' own class for the config; None for remote code."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
     try:
-        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
     except KeyError:
-        return False
-    return "position_ids" in inspect.signature(model_class.forward).parameters
+        return None
+
+
+def isolates_by_position(model_config: Any) -> bool:
+    """Whether the model takes position ids, by which samples that share a row are kept apart."""
+    model_class: Any = _model_class(model_config)
+    return model_class is not None and "position_ids" in inspect.signature(model_class.forward).parameters
+
+
+def _attention(config: TrainConfig, model_config: Any) -> str:
+    """The attention implementation; eager for the few models that have no other, as transformers chooses by itself."""
+    if config.attention == "sdpa" and getattr(_model_class(model_config), "_supports_sdpa", True) is False:
+        return "eager"
+    return _ATTENTION[config.attention]
 
 
 def _revision(config: TrainConfig, source: Source) -> str | None:
@@ -137,7 +149,7 @@ def build_model(config: TrainConfig, source: Source, model_config: Any, tokenize
 
     options: dict[str, Any] = {
         "dtype": DTYPES[config.workload.loaded_dtype],
-        "attn_implementation": _ATTENTION[config.attention],
+        "attn_implementation": _attention(config, model_config),
         "trust_remote_code": config.trust_remote_code,
     }
     torch.manual_seed(config.seed)
