@@ -77,9 +77,7 @@ def recommend(request: Request, *, tokens: int | None = None, progress: Callable
     chosen, results = _checked_choice(search, results)
     one_gpu = _one_gpu(search, results, tokens)
     if chosen is None:
-        closest = min((r for r in results if r.estimate), key=lambda r: _short(r, request), default=None)
-        if closest is not None:
-            closest, results = _in_detail(search, closest, results)
+        closest, results = _closest(search, results)
         return Recommendation(request, None, results, one_gpu, _why_not(closest), changes=_changes(search, closest),
                               closest=closest)
     return Recommendation(request, chosen, results, one_gpu, _why(chosen, results, request, tokens),
@@ -109,6 +107,17 @@ def _checked_choice(search: Search, results: list[Evaluated]) -> tuple[Evaluated
                 results = [smaller if r is detailed else r for r in results]
                 checked.add(id(smaller))
     return None, results
+
+
+def _closest(search: Search, results: list[Evaluated]) -> tuple[Evaluated | None, list[Evaluated]]:
+    """The plan that misses by the least when it is estimated in detail."""
+    checked: set[int] = set()
+    while True:
+        near = min((r for r in results if r.estimate), key=lambda r: _short(r, search.request), default=None)
+        if near is None or id(near) in checked:
+            return near, results
+        detailed, results = _in_detail(search, near, results)
+        checked.add(id(detailed))
 
 
 def _short(result: Evaluated, request: Request) -> int:
