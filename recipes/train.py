@@ -73,8 +73,9 @@ def main(arguments: list[str]) -> None:
 
     # The run folder, and the checkpoint to go on from.
     folder = RunFolder(config, accelerator)
-    identity = Identity(strategy=plan.label, processes=world, method=config.method, data=data.facts["fingerprint"])
-    checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, identity, config.keep)
+    identity = Identity(strategy=plan.label, processes=world, method=config.method, optimizer=config.optimizer,
+                        data=data.facts["fingerprint"], rows=data.train.rows_per_step)
+    checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, identity, config.keep, log.say)
     found = checkpoints.find(config.resume)
     folder.write(plan, model, data)
     set_seed(config.seed, device_specific=True)  # From here on: other dropout masks on every rank.

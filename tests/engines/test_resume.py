@@ -35,13 +35,26 @@ def test_losses_and_weights_are_the_same_to_the_last_bit(
     assert (resumed.folder / weights).read_bytes() == (whole.folder / weights).read_bytes()
 
 
-def test_a_checkpoint_of_another_engine_is_refused_by_name(
+def test_another_engine_and_world_size_go_on_from_the_same_place(
+    bf16_run: Callable[[str], Any], launch: Callable[..., Any]
+) -> None:
+    ddp = bf16_run("ddp")
+    run = launch("single", **{**KEYS, "accumulate": 4, "resume": ddp.folder / "checkpoints" / "step-00000002"})
+    assert run.status == 0, run.output
+    assert "was made by ddp on 2 processes, this is single on 1" in run.output
+    assert "every rank draws anew" in run.output
+    assert [step["step"] for step in run.steps()] == [3, 4]
+    assert [step["tokens"] for step in run.steps()] == [step["tokens"] for step in ddp.steps()[2:]]
+    assert [step["learning_rate"] for step in run.steps()] == [step["learning_rate"] for step in ddp.steps()[2:]]
+
+
+def test_another_global_batch_is_refused_with_what_would_be_right(
     bf16_run: Callable[[str], Any], launch: Callable[..., Any]
 ) -> None:
     path = bf16_run("ddp").folder / "checkpoints" / "step-00000002"
-    run = launch("fsdp", **{**KEYS, "resume": path})
+    run = launch("fsdp", **{**KEYS, "accumulate": 1, "resume": path})
     assert run.status == 1
-    assert "was made with strategy ddp, this run has strategy fsdp" in run.output
+    assert "was made with a global batch of 8 rows, this run has 4" in run.output
     assert "Traceback" not in run.output.split("error:")[1].splitlines()[0]
     assert not run.folder.exists()
 
@@ -50,7 +63,7 @@ def test_a_full_disk_later_leaves_the_last_good_checkpoint(launch: Callable[...,
     keys = {**KEYS, "precision": "fp32", "eval_every": 0, "export": False}
     before = launch("ddp", **{**keys, "max_steps": 2, "schedule": "constant"})
     assert before.status == 0, before.output
-    after = launch("ddp", **{**keys, "schedule": "constant"}, file_limit=100)
+    after = launch("ddp", **{**keys, "schedule": "constant"}, file_limit=300)
     assert after.status == 0, after.output
     assert "warning: no checkpoint at step 4" in after.output
     assert [step["step"] for step in after.steps()] == [1, 2, 3, 4]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from toolkit.errors import UserError
 from toolkit.training.checkpoint import Checkpoints, Identity, Progress, check_room, is_complete
 from toolkit.training.config import TrainConfig
 
-IDENTITY = Identity(strategy="single", processes=1, method="full", data="abc")
+IDENTITY = Identity(strategy="single", processes=1, method="full", optimizer="adamw", data="abc", rows=8)
 
 
 @pytest.fixture
@@ -68,8 +67,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, accelerator: Any, trai
     for step in (1, 2):
         checkpoints.save(Progress(step=step))
     last = checkpoints.folder / "step-00000002"
-    files = json.loads((last / "manifest.json").read_text(encoding="utf-8"))["files"]
-    victim = last / ("manifest.json" if damage == "manifest" else max(files, key=files.__getitem__))
+    victim = last / ("manifest.json" if damage == "manifest" else "rank-00000-000.safetensors")
     if damage == "cut":
         victim.write_bytes(victim.read_bytes()[:-1])
     else:
@@ -80,13 +78,29 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, accelerator: Any, trai
         checkpoints.find(str(last))
 
 
-@pytest.mark.parametrize(("name", "value"), [("strategy", "fsdp"), ("processes", 2), ("method", "lora"), ("data", "other")])
+@pytest.mark.parametrize(("name", "value"), [("method", "lora"), ("optimizer", "sgd"), ("data", "other")])
 def test_a_checkpoint_of_another_kind_of_run_is_refused(
     name: str, value: Any, accelerator: Any, trained: Any, tmp_path: Path
 ) -> None:
     make(accelerator, tmp_path).save(Progress(step=1))
     with pytest.raises(UserError, match=f"was made with {name} .*, this run has {name} {value}"):
         make(accelerator, tmp_path, **{name: value}).find("auto")
+
+
+def test_another_global_batch_is_refused_with_what_would_be_right(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    make(accelerator, tmp_path).save(Progress(step=1))
+    with pytest.raises(UserError, match="global batch of 8 rows, this run has 4; .* x accumulate x processes is 8"):
+        make(accelerator, tmp_path, rows=4).find("auto")
+
+
+def test_another_strategy_and_number_of_processes_are_taken(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    make(accelerator, tmp_path).save(Progress(step=1))
+    other = make(accelerator, tmp_path, strategy="zero3", processes=2)
+    said: list[str] = []
+    other.say = said.append
+    path = other.find("auto")
+    assert path is not None and other.load(path) == Progress(step=1)
+    assert "random states of 1 ranks do not fit 2" in said[0] and "was made by single on 1 processes" in said[1]
 
 
 def test_a_run_folder_instead_of_a_checkpoint_is_understood(accelerator: Any, trained: Any, tmp_path: Path) -> None:

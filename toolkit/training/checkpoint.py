@@ -1,29 +1,39 @@
-"""Checkpoints of a run: written whole or not at all, pruned, found again, and loaded into the same engine.
+"""Checkpoints of a run: written whole or not at all, pruned, found again, and loaded into any engine.
 
-A checkpoint is a folder `step-00000010`. All ranks write into a scratch folder beside it; when every rank
-is done, its files are flushed to the disk, a manifest with their sizes is written last, and the folder gets
-its name. A folder without a manifest that fits is no checkpoint. What the ranks write is the engine's own
-format.
+A checkpoint is a folder `step-00000010`. All ranks write their share into a scratch folder beside it; when every rank's
+files are on the disk, a manifest with their sizes and checksums is written last, and the folder gets its name. A folder
+without a manifest that fits is no checkpoint. docs/checkpoints.md describes the files, `toolkit/training/state/` reads
+and writes them.
 """
 
 from __future__ import annotations
 
-import json
-import os
 import shutil
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
 from toolkit.training.config import TrainConfig
-from toolkit.training.run_folder import write_json
+from toolkit.training.run_folder import versions, write_json
+from toolkit.training.state.manifest import (
+    FORMAT,
+    MANIFEST,
+    STATE,
+    damage,
+    flush,
+    is_complete,
+    named,
+    newest_in,
+    read_manifest,
+    read_state,
+)
 from toolkit.units import format_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-MANIFEST = "manifest.json"
 _SCRATCH = ".saving-"
 
 
@@ -46,58 +56,117 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Identity:
-    """What a checkpoint in an engine's own format can be loaded into."""
+    """What run a checkpoint is of. Strategy and processes may change between save and resume, the rest may not."""
 
     strategy: str
     processes: int
     method: str
+    optimizer: str
     data: str
     """The data's fingerprint: with other data, the position in it means nothing."""
+    rows: int
+    """Rows of the global batch: the position in the data is `step x rows`."""
 
 
 class Checkpoints:
-    """The checkpoints of one run folder."""
+    """The checkpoints of one run folder. `say` takes a line for the log; `record` is what state.json tells of the run
+    beside its state (config, plan)."""
 
-    def __init__(self, folder: Path, accelerator: Accelerator, identity: Identity, keep: int) -> None:
+    def __init__(self, folder: Path, accelerator: Accelerator, identity: Identity, keep: int,
+                 say: Callable[[str], None] = print, record: dict[str, Any] | None = None) -> None:
         self.folder, self.accelerator, self.identity, self.keep = folder, accelerator, identity, keep
+        self.say, self.record = say, record or {}
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
-        return next((path for path in reversed(_named(self.folder)) if is_complete(path)), None)
+        return newest_in(self.folder)
 
     def find(self, resume: str) -> Path | None:
-        """The checkpoint that `resume` (auto, never, or a path) means.
+        """The checkpoint that `resume` (auto, never, or a path) means. Every rank must call it.
+
+        `auto` passes over broken ones and says so by name. All contents are held to their checksums, a share by
+        each rank.
 
         Raises:
-            UserError: a path that is no complete checkpoint, or one of another engine, world size, method
-            or data.
+            UserError: a path that is no complete checkpoint, or one of another method, optimizer, global batch or
+            data.
         """
+        from accelerate.utils import broadcast_object_list
+
         if resume == "never":
             return None
-        path = self.newest() if resume == "auto" else Path(resume)
-        if path is None:
-            return None
-        if not is_complete(path):
-            inner = Path(resume) / "checkpoints"
-            hint = f"; did you mean {newest_in(inner)}?" if newest_in(inner) else ""
-            raise UserError(f"resume={resume}: there is no complete checkpoint{hint}")
-        made = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["identity"]
-        for name, value in asdict(self.identity).items():
-            if made.get(name) != value:
-                raise UserError(f"{path} was made with {name} {made.get(name)}, this run has {name} {value}; launch "
+        candidates = [Path(resume)] if resume != "auto" else list(reversed(named(self.folder)))
+        [candidates] = broadcast_object_list([candidates])  # Ranks must not choose by what each of them sees.
+        for path in candidates:
+            problem = self._damage(path)
+            if problem is None:
+                self._check_identity(path)
+                return path
+            if resume != "auto":
+                newest = newest_in(path / "checkpoints")
+                hint = f"; did you mean {newest}?" if newest else f" ({problem})"
+                raise UserError(f"resume={resume}: there is no complete checkpoint{hint}")
+            self.say(f"warning: {path.name} is passed over: {problem}")
+        return None
+
+    def _damage(self, path: Path) -> str | None:
+        from accelerate.utils import gather_object
+
+        found = damage(path, (self.accelerator.process_index, self.accelerator.num_processes))
+        return next(filter(None, gather_object([found])), None)
+
+    def _check_identity(self, path: Path) -> None:
+        made = read_manifest(path)["identity"]
+        if made["rows"] != self.identity.rows:
+            raise UserError(f"{path} was made with a global batch of {made['rows']} rows, this run has {self.identity.rows}; "
+                            f"set micro_batch and accumulate so that micro_batch x accumulate x processes is {made['rows']}, "
+                            "give another output, or start anew with resume=never")
+        for name in ("method", "optimizer", "data"):
+            value = getattr(self.identity, name)
+            if made[name] != value:
+                raise UserError(f"{path} was made with {name} {made[name]}, this run has {name} {value}; launch "
                                 "it alike, give another output, or start anew with resume=never")
-        return path
 
     def load(self, path: Path) -> Progress:
-        """Put weights, optimizer state and random states of every rank back. Every rank must call it."""
-        self.accelerator.load_state(str(path / "state"))
-        done = Progress(**json.loads((path / MANIFEST).read_text(encoding="utf-8"))["progress"])
-        _replay_bias_correction(self.accelerator, done.step - done.skipped)
+        """Put weights, optimizer state and random states of every rank back. Every rank must call it.
+
+        Raises:
+            UserError: it is a checkpoint of another model.
+        """
+        from toolkit.training.state.live import live_state, load_state
+        from toolkit.training.state.scaler import restore_scaler
+        from toolkit.training.state.store import Reader
+
+        state, files = read_state(path), read_manifest(path)["files"]
+        done = Progress(**state["progress"])
+        reader = Reader(path, [name for name in files if name.startswith("rank-")])
+        load_state(live_state(self.accelerator), reader, done.step, done.skipped)
+        reader.close()
+        restore_scaler(self.accelerator, state["scaler"])
+        self._restore_random(path, state["identity"], done.step)
+        made, now = state["identity"], self.identity
+        if (made["strategy"], made["processes"]) != (now.strategy, now.processes):
+            self.say(f"note: {path.name} was made by {made['strategy']} on {made['processes']} processes, this is {now.strategy} "
+                     f"on {now.processes}: weights, optimizer state and the position in the data are carried over")
         return done
+
+    def _restore_random(self, path: Path, made: dict[str, Any], step: int) -> None:
+        import torch
+        from accelerate.utils import set_seed
+        from safetensors.torch import load_file
+
+        from toolkit.training.state.rng import restore_random_states
+
+        if made["processes"] == self.identity.processes:
+            restore_random_states(load_file(path / _random_file(self.accelerator.process_index)))
+            return
+        self.say(f"note: random states of {made['processes']} ranks do not fit {self.identity.processes}; every rank draws "
+                 "anew from the seed and the step (dropout masks will differ)")
+        set_seed((torch.initial_seed() + 1_000_003 * step) % 2**32)
 
     def set_aside(self) -> None:
         """Move the checkpoints of an earlier run out of the way of one that starts anew."""
-        if self.accelerator.is_main_process and _named(self.folder):
+        if self.accelerator.is_main_process and named(self.folder):
             number = 1
             while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
                 number += 1
@@ -112,27 +181,41 @@ class Checkpoints:
         final = self.folder / f"step-{progress.step:08d}"
         scratch = self.folder / f"{_SCRATCH}{final.name}"
         main = self.accelerator.is_main_process
-        problem = self._prepare(scratch) if main else None
-        if self._any(problem):
-            return problem or "the main process could not begin to write"
+        _, problem = self._together({}, self._prepare(scratch) if main else None)
+        if problem:
+            return problem
+        files, own = {}, None
         try:
-            self.accelerator.save_state(str(scratch / "state"))
+            files = self._write(scratch)
         except Exception as error:  # noqa: BLE001 - whatever a format's writer raises, training goes on without it
-            problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
-        failed = self._any(problem)
+            own = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        files, problem = self._together(files, own)
         if main:
-            if not failed:
-                problem = self._finish(scratch, final, progress)
-            if failed or problem:
+            own = None if problem else self._finish(scratch, final, progress, files)
+            if problem or own:
                 shutil.rmtree(scratch, ignore_errors=True)
-        if self._any(problem):
-            return problem or "another rank could not write"
-        return None
+        return problem or self._together({}, own)[1]
 
-    def _any(self, problem: str | None) -> bool:
-        from toolkit.training.step import across_ranks
+    def _together(self, files: dict[str, Any], problem: str | None) -> tuple[dict[str, Any], str | None]:
+        """(the files of all ranks, the first problem of any)."""
+        from accelerate.utils import gather_object
 
-        return across_ranks(self.accelerator, float(problem is not None))[0] > 0
+        told: list[tuple[dict[str, Any], str | None]] = gather_object([(files, problem)])
+        return {name: facts for part, _ in told for name, facts in part.items()}, next(filter(None, (p for _, p in told)), None)
+
+    def _write(self, scratch: Path) -> dict[str, Any]:
+        """This rank's share."""
+        from toolkit.training.state.live import live_state
+        from toolkit.training.state.rng import random_states
+        from toolkit.training.state.store import write_fragments, write_tensors
+
+        rank, live = self.accelerator.process_index, live_state(self.accelerator)
+        fragments = [fragment.share() for fragment in live.fragments()]
+        fragments += [scalar.fragment() for scalar in live.scalars() if scalar.owner]
+        files = write_fragments(scratch, f"rank-{rank:05d}", fragments)
+        name = _random_file(rank)
+        files[name] = write_tensors(scratch / name, list(random_states().items()), {})
+        return files
 
     def _prepare(self, scratch: Path) -> str | None:
         """Make room: drop leftovers, and see that what the last checkpoint took is free."""
@@ -145,94 +228,68 @@ class Checkpoints:
             free = shutil.disk_usage(self.folder).free
             if free < needed:
                 return f"{format_size(needed)} needed, {format_size(free)} free"
-            (scratch / "state").mkdir(parents=True)
+            scratch.mkdir()
         except OSError as error:
             return str(error)
         return None
 
-    def _finish(self, scratch: Path, final: Path, progress: Progress) -> str | None:
+    def _finish(self, scratch: Path, final: Path, progress: Progress, files: dict[str, Any]) -> str | None:
+        """state.json, the manifest, and the name; then the oldest are removed."""
+        from toolkit.training.state.scaler import scaler_state
+        from toolkit.training.state.store import checksum
+
+        identity = asdict(self.identity)
         try:
-            files = [path for path in sorted(scratch.rglob("*")) if path.is_file()]
-            for path in files:
-                _flush(path)
-            sizes = {str(path.relative_to(scratch)): path.stat().st_size for path in files}
-            write_json(scratch / MANIFEST, {"version": 1, "progress": asdict(progress),
-                                            "identity": asdict(self.identity), "files": sizes})
-            _flush(scratch / MANIFEST)
+            write_json(scratch / STATE, {
+                "progress": asdict(progress),
+                "schedule": {"position": progress.step - progress.skipped},
+                "data": {"rows": progress.step * self.identity.rows, "fingerprint": self.identity.data},
+                "random": {str(rank): _random_file(rank) for rank in range(self.identity.processes)},
+                "scaler": scaler_state(self.accelerator), "identity": identity, "versions": versions(), **self.record,
+            })  # fmt: skip
+            flush(scratch / STATE)
+            files[STATE] = {"bytes": (scratch / STATE).stat().st_size, "xxh3": checksum(scratch / STATE)}
+            write_json(scratch / MANIFEST, {"version": FORMAT, "step": progress.step, "identity": identity,
+                                            "files": dict(sorted(files.items()))})
+            flush(scratch / MANIFEST)
+            flush(scratch)
             if final.exists():
                 shutil.rmtree(final)
             scratch.rename(final)
-            _flush(self.folder)
-            for old in _named(self.folder)[: -self.keep]:
-                shutil.rmtree(old, ignore_errors=True)
+            flush(self.folder)
+            self._prune()
         except OSError as error:
             return str(error)
         return None
 
-
-def _replay_bias_correction(accelerator: Accelerator, steps: int) -> None:
-    """Bring DeepSpeed's CPU Adam where it was to the last bit.
-
-    Its native part keeps the powers of the betas as a running product and no checkpoint has them; after a resume it
-    would take them from `pow`, which rounds otherwise.
-    """
-    import torch
-
-    for wrapped in accelerator._optimizers:
-        inner = wrapped
-        while inner is not None and not hasattr(inner, "ds_opt_adam"):
-            inner = getattr(inner, "optimizer", None)
-        if inner is None:
-            continue
-        empty = [torch.empty(0) for _ in range(4)]
-        group = inner.param_groups[0]
-        for step in range(1, steps + 1):
-            inner.ds_opt_adam.adam_update(inner.opt_id, step, group["lr"], *group["betas"], group["eps"],
-                                          group["weight_decay"], group["bias_correction"], *empty)
+    def _prune(self) -> None:
+        """Remove what is older than the newest `keep` complete ones; a broken one never counts as kept."""
+        complete = [path for path in named(self.folder) if is_complete(path)]
+        oldest = complete[-self.keep :][0]
+        for path in named(self.folder):
+            if path < oldest:
+                shutil.rmtree(path, ignore_errors=True)
 
 
-def _named(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step-*") if path.is_dir())
-
-
-def newest_in(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a `checkpoints` folder."""
-    return next((path for path in reversed(_named(folder)) if is_complete(path)), None)
-
-
-def is_complete(path: Path) -> bool:
-    """Whether the manifest is there and every file has the size it states."""
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        return all((path / name).stat().st_size == size for name, size in manifest["files"].items())
-    except (OSError, ValueError, KeyError, AttributeError):
-        return False
+def _random_file(rank: int) -> str:
+    return f"random-{rank:05d}.safetensors"
 
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
-def _flush(path: Path) -> None:
-    """Have the system write a file or folder to the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
 def check_room(config: TrainConfig, parameters: int, trainable: int) -> None:
     """Hold the disk against what the run will write: the checkpoints it keeps, one being written, and the
     export.
 
-    A careful guess before the first save: fp32 weights and the optimizer's fp32 states.
+    A careful guess before the first save: fp32 weights and the optimizer's fp32 states of what is trained.
 
     Raises:
         UserError: there is too little space.
     """
     states = {"sgd": 0, "adafactor": 1, "lion": 1}.get(config.optimizer, 2)
-    one = parameters * 4 + trainable * 4 * states
+    one = trainable * 4 * (1 + states)
     checkpoints = (config.keep + 1) * one if config.checkpoint_every else 0
     export = (parameters if config.method == "full" else trainable) * 4 if config.export else 0
     if checkpoints + export == 0:

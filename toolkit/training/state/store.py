@@ -1,0 +1,252 @@
+"""Files of pieces: safetensors, written one tensor at a time with a checksum in the same pass, read by position."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from toolkit.errors import ToolkitError, UserError
+
+FILE_BYTES = 4 << 30
+"""A rank begins another file when one has become this large: files are verified and moved one by one."""
+_CHUNK = 64 << 20
+_DTYPES = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
+}  # fmt: skip
+_SIZES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A contiguous part of one tensor of the state, in this rank's memory or about to be written."""
+
+    kind: str
+    """`weights`, `buffers`, or the optimizer's own name of the state: exp_avg, step, ..."""
+    name: str
+    """The parameter's name in the model, without wrappers."""
+    start: int
+    """Position of the first element in the flattened tensor."""
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    tensor: torch.Tensor
+    """One dimension."""
+    copy: tuple[int, int] = (0, 1)
+    """(index, number) among the ranks that hold the same part: each of them writes its share."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}"
+
+    def share(self) -> Fragment:
+        """The part of it that this rank writes; may have no elements."""
+        index, number = self.copy
+        size = self.tensor.numel()
+        begin, end = size * index // number, size * (index + 1) // number
+        return Fragment(self.kind, self.name, self.start + begin, self.shape, self.tensor[begin:end])
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Where a file holds a fragment."""
+
+    file: str
+    key: str
+    start: int
+    numel: int
+
+
+@dataclass
+class Entry:
+    """One tensor of the state, over all files."""
+
+    kind: str
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    pieces: list[Piece] = field(default_factory=list)
+
+    @property
+    def numel(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+    @property
+    def bytes(self) -> int:
+        return self.numel * _SIZES.get(self.dtype, 1)
+
+    def gap(self) -> tuple[int, int] | None:
+        """The first stretch of elements that no file holds."""
+        reached = 0
+        for piece in sorted(self.pieces, key=lambda piece: piece.start):
+            if piece.start > reached:
+                return reached, piece.start
+            reached = max(reached, piece.start + piece.numel)
+        return (reached, self.numel) if reached < self.numel else None
+
+
+def checksum(path: Path) -> str:
+    """The XXH3 (128 bits) of a file's bytes, in hexadecimal. Raises OSError."""
+    from xxhash import xxh3_128
+
+    digest = xxh3_128()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    """A tensor's bytes on the host; no copy when it is there and contiguous."""
+    return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
+
+
+def write_tensors(path: Path, tensors: list[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> dict[str, Any]:
+    """Write a safetensors file and have it on the disk; returns {"bytes", "xxh3"}.
+
+    Only one tensor at a time is copied to the host. Raises OSError; ToolkitError for an empty tensor or a dtype that
+    the format lacks.
+    """
+    from xxhash import xxh3_128
+
+    tensors = sorted(tensors, key=lambda item: -item[1].element_size())  # Keeps every tensor aligned in the file.
+    header: dict[str, Any] = {"__metadata__": metadata}
+    end = 0
+    for key, tensor in tensors:
+        if tensor.numel() == 0 or tensor.dtype not in _DTYPES:
+            raise ToolkitError(f"{key}: {tensor.dtype} of {tensor.numel()} elements cannot be written to safetensors")
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[key] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    digest, size = xxh3_128(), 0
+    with path.open("wb") as file:
+        for block in (len(text).to_bytes(8, "little"), text, *(tensor for _, tensor in tensors)):
+            data = memoryview(block) if isinstance(block, bytes) else _bytes(block)
+            for at in range(0, len(data), _CHUNK):
+                digest.update(data[at : at + _CHUNK])
+                file.write(data[at : at + _CHUNK])
+            size += len(data)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": size, "xxh3": digest.hexdigest()}
+
+
+def write_fragments(folder: Path, prefix: str, fragments: Iterable[Fragment]) -> dict[str, dict[str, Any]]:
+    """Write `prefix-000.safetensors` and as many more as needed; returns file name to {"bytes", "xxh3"}."""
+    batches: list[list[Fragment]] = [[]]
+    size = 0
+    for fragment in fragments:
+        if fragment.tensor.numel() == 0:
+            continue
+        more = fragment.tensor.numel() * fragment.tensor.element_size()
+        if batches[-1] and size + more > FILE_BYTES:
+            batches.append([])
+            size = 0
+        batches[-1].append(fragment)
+        size += more
+    written = {}
+    for number, batch in enumerate(filter(None, batches)):
+        name = f"{prefix}-{number:03d}.safetensors"
+        pieces = {part.key: {"start": part.start, "shape": list(part.shape)} for part in batch}
+        tensors = [(part.key, part.tensor) for part in batch]
+        written[name] = write_tensors(folder / name, tensors, {"pieces": json.dumps(pieces)})
+    return written
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The header of a safetensors file.
+
+    Raises:
+        UserError: it is none, or it is cut.
+    """
+    try:
+        with path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if not 0 < length <= path.stat().st_size - 8:
+                raise ValueError
+            header = json.loads(file.read(length))
+        if not isinstance(header, dict):
+            raise ValueError
+    except (OSError, ValueError):
+        raise UserError(f"{path} is not a whole safetensors file") from None
+    return header
+
+
+class Reader:
+    """Reads the state in `folder` by kind, name and position, from whichever of its files hold it."""
+
+    def __init__(self, folder: Path, files: Iterable[str]) -> None:
+        self.folder, self.files = folder, sorted(files)
+        self._open: dict[str, Any] = {}
+
+    @cached_property
+    def entries(self) -> dict[tuple[str, str], Entry]:
+        """(kind, name) to what is there. Raises UserError when a file is broken or two files disagree."""
+        found: dict[tuple[str, str], Entry] = {}
+        for file in self.files:
+            header = read_header(self.folder / file)
+            pieces = json.loads(header.pop("__metadata__", {}).get("pieces", "{}"))
+            for key, facts in header.items():
+                kind, _, name = key.partition("/")
+                shape = tuple(pieces[key]["shape"])
+                entry = found.setdefault((kind, name), Entry(kind, name, facts["dtype"], shape))
+                if (entry.dtype, entry.shape) != (facts["dtype"], shape):
+                    raise UserError(f"{self.folder / file}: {kind} of {name} is {facts['dtype']} {list(shape)} there, "
+                                    f"{entry.dtype} {list(entry.shape)} in {entry.pieces[0].file}")
+                entry.pieces.append(Piece(file, key, pieces[key]["start"], facts["shape"][0]))
+        return found
+
+    @cached_property
+    def states_of(self) -> dict[str, set[str]]:
+        """Parameter name to the kinds of optimizer state that are there for it."""
+        found: dict[str, set[str]] = {}
+        for kind, name in self.entries:
+            if kind not in ("weights", "buffers"):
+                found.setdefault(name, set()).add(kind)
+        return found
+
+    def read(self, kind: str, name: str, start: int, numel: int) -> torch.Tensor:
+        """`numel` elements from position `start` of a flattened tensor, on the host.
+
+        Raises:
+            UserError: it is not there, or only in part.
+        """
+        entry = self.entries.get((kind, name))
+        if entry is None:
+            raise UserError(f"{self.folder} has no {kind} of {name}")
+        parts, reached, end = [], start, start + numel
+        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
+            if piece.start <= reached < piece.start + piece.numel and reached < end:
+                stop = min(end, piece.start + piece.numel)
+                parts.append(self._file(piece.file).get_slice(piece.key)[reached - piece.start : stop - piece.start])
+                reached = stop
+        if reached < end:
+            raise UserError(f"{self.folder}: no file holds elements {reached} to {end} of {kind} of {name}")
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def whole(self, kind: str, name: str) -> torch.Tensor:
+        """A whole tensor in its shape."""
+        entry = self.entries[kind, name]
+        return self.read(kind, name, 0, entry.numel).view(entry.shape)
+
+    def _file(self, name: str) -> Any:
+        from safetensors import safe_open
+
+        if name not in self._open:
+            self._open[name] = safe_open(self.folder / name, framework="pt", device="cpu")
+        return self._open[name]
+
+    def close(self) -> None:
+        """Let go of the files."""
+        self._open.clear()
