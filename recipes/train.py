@@ -46,9 +46,10 @@ def main(arguments: list[str]) -> None:
     from toolkit.training.accelerator import build_accelerator, running_plan, verify_engine
     from toolkit.training.data.prepare import prepare_data
     from toolkit.training.export import export_model
-    from toolkit.training.memory import MemoryWatch, compared, predict
+    from toolkit.training.memory import STEADY_FROM, MemoryWatch, report_memory
     from toolkit.training.metrics import Log, Metrics
     from toolkit.training.optimizer import build_optimizer, rate_at, set_rate
+    from toolkit.training.preflight import Preflight
     from toolkit.training.step import across_ranks, check_finite, count_batch, evaluate, gradient_norm
 
     accelerator = build_accelerator(config)
@@ -60,6 +61,8 @@ def main(arguments: list[str]) -> None:
     tokenizer, model_config = load_tokenizer(config, source), load_config(config, source)
     data = prepare_data(config, tokenizer, model_config, accelerator, isolates=isolates_by_position(model_config))
     total_steps = config.max_steps or math.ceil((config.epochs or 0) * data.train.steps_per_epoch)
+    preflight = Preflight(config, model_config, accelerator, log)
+    preflight.check()
     memory = MemoryWatch(device.type)
     model = build_model(config, source, model_config, tokenizer, accelerator)
     parameters, trainable = count_parameters(model)
@@ -70,6 +73,8 @@ def main(arguments: list[str]) -> None:
     model, optimizer = accelerator.prepare(model, optimizer)
     verify_engine(accelerator, model)
     plan = running_plan(accelerator, model, config)
+    if config.profile:
+        memory.follow(model)
 
     # The run folder, and the checkpoint to go on from.
     folder = RunFolder(config, accelerator)
@@ -82,7 +87,7 @@ def main(arguments: list[str]) -> None:
     done = checkpoints.load(found) if found else Progress(step=0)
     if config.resume == "never":
         checkpoints.set_aside()
-    predicted = predict(config, plan, model_config, accelerator, log)
+    predicted = preflight.predicted(plan)
     log.facts(folder.description(plan, parameters, trainable, data, total_steps, predicted, found))
     gc.collect()
 
@@ -125,6 +130,8 @@ def main(arguments: list[str]) -> None:
                 "tokens_per_second": tokens / seconds, "step_seconds": seconds, "mfu": folder.mfu(tokens, seconds),
                 "memory_peak": memory.end_step(), "target_tokens": targets,
             })  # fmt: skip
+            if config.profile and len(memory.peaks) == STEADY_FROM:
+                report_memory(memory, predicted, folder, log, model, optimizer, table=True)
             last = step == total_steps
             if data.evaluation and (last or step % config.eval_every == 0):
                 metrics.evaluation(step, *evaluate(accelerator, model, data.evaluation))
@@ -134,9 +141,7 @@ def main(arguments: list[str]) -> None:
                     log.say(f"warning: no checkpoint at step {step} ({problem}); the older ones are kept")
 
     # What came of it.
-    measured = memory.measured(accelerator, model, optimizer)
-    folder.write_memory(predicted, measured)
-    log.say(compared(predicted, measured))
+    report_memory(memory, predicted, folder, log, model, optimizer, table=False)
     if config.export:
         export_model(config, accelerator, model, tokenizer, model_config, folder.path / "export")
         log.say(f"exported to {folder.path / 'export'}")

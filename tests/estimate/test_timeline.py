@@ -28,7 +28,7 @@ def test_the_peaks_survive_the_thinning(strategy: str, gpus: int, points: int) -
     level, second = found["level"], found["steps"][1]
     assert len(level) <= points and len(json.dumps(found)) < 80_000
     assert max(level[:second]) == memory.first_step_peak and max(level[second:]) == memory.peak_allocated
-    assert level[found["peak"]] == memory.peak_allocated
+    assert level[found["peak"]] == memory.peak_allocated and sum(found["between"].values()) == memory.resident
     assert [sum(values) for values in zip(*found["categories"].values(), strict=True)] == level
     assert {name: values[found["peak"]] for name, values in found["categories"].items() if values[found["peak"]]} == {
         name: size for name, size in memory.breakdown.items() if size}

@@ -14,7 +14,8 @@ def thinned(tape: Tape, points: int) -> dict[str, Any]:
     """Plain data: at most `points` moments of all steps, each the highest of its stretch, so that no peak is lost.
 
     `level` and each list of `categories` are bytes; `runs` are [phase, what, first point, one past the last]; `steps` are the
-    first points of the steps; `peak` is the highest point of the second step. The axis is the order of events, not seconds.
+    first points of the steps; `peak` is the highest point of the second step, `between` what is held before it, by category. The
+    axis is the order of events, not seconds.
     """
     deltas = np.asarray(tape.deltas, dtype=np.int64)
     labels = np.asarray(tape.labels, dtype=np.int64)
@@ -41,5 +42,8 @@ def thinned(tape: Tape, points: int) -> dict[str, Any]:
         else:
             runs.append([label.phase, label.what, number, number + 1])
     second = steps[1] if len(steps) > 1 else 0
-    return {"level": level[at].tolist(), "categories": categories, "runs": runs, "steps": steps,
+    before = tape.boundaries[1] if len(tape.boundaries) > 1 else len(level)
+    held = np.bincount(numbers[:before], weights=deltas[:before], minlength=len(CATEGORIES))
+    between = {name: int(size) for name, size in zip(CATEGORIES, held, strict=True) if size}
+    return {"level": level[at].tolist(), "categories": categories, "runs": runs, "steps": steps, "between": between,
             "peak": second + int(level[at[second:]].argmax())}

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
+from toolkit.profiling.compare import difference, terms
 from toolkit.report.pictures import Series, bars, lines, nice_top, table, timeline
 from toolkit.report.source import SPLIT, Source, extras, read_source, speed_of, take
 from toolkit.report.style import COLOURS, CSS, JS, NAMES
@@ -152,29 +153,19 @@ def _timeline(source: Source) -> str:
     return timeline(source.timeline, limit)
 
 
-def compared_rows(memory: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """(term, predicted, measured) of a run's memory.json, bytes; the terms that both have."""
-    if memory.get("compared"):
-        return [(row["term"], row["predicted"], row["measured"]) for row in memory["compared"]]
-    predicted, measured = memory.get("predicted"), memory.get("measured")
-    if not predicted or not measured:
-        return []
-    terms = {"peak": "peak_allocated", "first step peak": "first_step_peak", "between steps": "resident"}
-    keys = {"peak": "peak", "first step peak": "first_step_peak", "between steps": "resident"}
-    return [(term, predicted[name], measured[keys[term]]) for term, name in terms.items() if keys[term] in measured]
-
-
 def _measured(source: Source) -> str:
     if source.memory is None:
         return ""
     rows = []
-    for term, claim, truth in compared_rows(source.memory):
-        off = f"{(claim - truth) / truth * 100:+.2f}%" if truth else ""
-        rows.append([term, format_size(claim), format_size(truth), format_size(claim - truth), off])
     measured = source.memory.get("measured") or {}
+    for term, claim, truth in terms(source.memory.get("predicted"), measured):
+        rows.append([term, format_size(claim), format_size(truth), format_size(claim - truth), difference((term, claim, truth))])
+    by_phase = [[phase, format_size(size)] for phase, size in (measured.get("peak_by_phase") or {}).items()]
     by_rank = [[f"rank {i}", format_size(v)] for i, v in enumerate(measured.get("peak_by_rank") or [])]
     head = ["term", "predicted", "measured", "difference", "share"]
     out = table("Per rank, the worst rank's figures", head, rows) if rows else ""
+    if by_phase:
+        out += table("Measured peak by phase", ["phase", "peak"], by_phase)
     if len(by_rank) > 1:
         out += table("Peak by rank", ["rank", "peak"], by_rank)
     kind = {"cuda": "the CUDA allocator's own count", "allocations": "every tensor allocation, counted",

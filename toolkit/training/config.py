@@ -111,6 +111,10 @@ class TrainConfig:
     export_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: what the model's config names, else what it was trained in."""
     tracker: Literal["tensorboard", "wandb", "mlflow", "trackio", "none"] = "tensorboard"
+    preflight: Literal["stop", "warn", "off"] = "stop"
+    """Before the weights are loaded the run is estimated on its device: stop (exit status 3) or warn when it does not fit."""
+    profile: bool = True
+    """Tell memory apart by phase, and print predicted against measured after the third step."""
     timeout_minutes: float = 60.0
     """How long a rank waits for the others in one collective operation, preprocessing included."""
 

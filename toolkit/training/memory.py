@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import gc
-import os
 from typing import TYPE_CHECKING, Any
 
+from toolkit.profiling.compare import as_lines, terms
 from toolkit.profiling.counter import Counter, device_counter
-from toolkit.specs import Cluster, Gpu, ModelSpec, Plan
-from toolkit.training.accelerator import without_sharded_init
-from toolkit.training.config import TrainConfig
 from toolkit.training.metrics import Log
+from toolkit.training.run_folder import RunFolder
 from toolkit.training.step import highest
 from toolkit.units import format_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_STEADY_FROM = 3
+STEADY_FROM = 3
 """Steps before this one still allocate what stays (optimizer state, prefetch plans)."""
 
 
@@ -32,22 +30,52 @@ class MemoryWatch:
         self.peaks: list[int] = []
         self.resident = 0
         self.load_peak = 0
+        self.phase = "load"
+        """forward, backward, optimizer or between: where in a step this process is, when `follow` was called."""
+        self.by_phase: dict[str, int] = {}
+        """The highest point of each phase over all steps."""
+        self.highest = 0
+        """Of the running step, up to the last change of phase."""
+
+    def follow(self, model: Any) -> None:
+        """Tell the phases of a step apart from now on: four hooks a micro-batch, for all modules together."""
+        from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+        model.register_forward_pre_hook(lambda *_: self._enter("forward"))
+        model.register_forward_hook(lambda *_: self._enter("backward"))
+        register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer"))
+        register_optimizer_step_post_hook(lambda *_: self._enter("between"))
+
+    def _enter(self, phase: str) -> None:
+        self._settle()
+        self.phase = phase
+        self.counter.reset()
+
+    def _settle(self) -> None:
+        """Keep the highest point since the counter's last reset."""
+        peak = self.counter.peak() - self.start
+        self.highest = max(self.highest, peak)
+        if self.phase != "load":
+            self.by_phase[self.phase] = max(self.by_phase.get(self.phase, 0), peak)
 
     def begin_step(self) -> None:
         """Call at the start of every optimizer step."""
         if not self.peaks:
             self.load_peak = self.counter.peak() - self.start
         self.resident = self.counter.live() - self.start
+        self.phase, self.highest = "between", 0
         self.counter.reset()
 
     def end_step(self) -> int:
         """The peak of the step in bytes."""
-        self.peaks.append(self.counter.peak() - self.start)
+        self._settle()
+        self.peaks.append(self.highest)
         return self.peaks[-1]
 
     def measured(self, accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:
-        """What was measured, over all ranks; `resident_by_category` is of the rank that asks. Every rank must call it."""
-        steady = self.peaks[_STEADY_FROM - 1 :] or self.peaks[-1:] or [0]
+        """What was measured, over all ranks; `resident_by_category` and
+        `peak_by_phase` are of the rank that asks. Every rank must call it."""
+        steady = self.peaks[STEADY_FROM - 1 :] or self.peaks[-1:] or [0]
         by_rank = highest(accelerator, max(steady))
         return {
             "counter": self.counter.kind,
@@ -57,6 +85,7 @@ class MemoryWatch:
             "load_peak": max(highest(accelerator, self.load_peak)),
             "resident": max(highest(accelerator, self.resident)),
             "resident_by_category": resident_by_category(model, optimizer, self.resident),
+            "peak_by_phase": dict(self.by_phase),
             "steps": len(self.peaks),
         }
 
@@ -92,41 +121,14 @@ def resident_by_category(model: Any, optimizer: Any, resident: int) -> dict[str,
     return {**found, "other": max(0, resident - sum(found.values()))}
 
 
-def predict(config: TrainConfig, plan: Plan, model_config: Any, accelerator: Accelerator,
-            log: Log) -> dict[str, Any] | None:
-    """The estimate of this run on this machine as plain data, on the main process; None where there is none.
-
-    A run is not held up by it: whatever goes wrong in an estimate is said in the log.
-    """
-    if not accelerator.is_main_process:
-        return None
-    spec = ModelSpec(name=config.model, config=model_config.to_dict(), source=config.model)
-    try:
-        from toolkit.estimate.engine import estimate
-
-        with without_sharded_init(accelerator):
-            found = estimate(spec, config.workload, plan, _cluster(accelerator))
-    except Exception as error:  # noqa: BLE001 - see above
-        log.say(f"note: this run's memory is not predicted ({type(error).__name__}: {' '.join(str(error).split())})")
-        return None
-    return dict(found.to_json()["memory"])
-
-
-def _cluster(accelerator: Accelerator) -> Cluster:
-    """The machines of this run as the estimate sees them."""
-    local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-    gpu = _cpu()
-    if accelerator.device.type == "cuda":
-        from toolkit.specs.detect import detect_gpus
-
-        gpu = detect_gpus()[0]
-    return Cluster(gpu=gpu, gpus_per_node=local, nodes=accelerator.num_processes // local)
-
-
-def _cpu() -> Gpu:
-    return Gpu(name="cpu", memory=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"), bf16_flops=None,
-               fp16_flops=None, fp32_flops=1e11, bandwidth=1e10, link="memory", link_bandwidth=1e10,
-               pcie_bandwidth=1e10)
+def report_memory(memory: MemoryWatch, predicted: dict[str, Any] | None, folder: RunFolder, log: Log, model: Any,
+                  optimizer: Any, *, table: bool) -> None:
+    """Measure, write memory.json, and say what came of it: with `table` term by term. Every rank must call it."""
+    measured = memory.measured(folder.accelerator, model, optimizer)
+    folder.write_memory(predicted, measured)
+    rows = terms(predicted, measured) if table else []
+    for line in as_lines(rows) if rows else [compared(predicted, measured)]:
+        log.say(line)
 
 
 def compared(predicted: dict[str, Any] | None, measured: dict[str, Any]) -> str:
