@@ -88,7 +88,7 @@ def test_a_broken_line_is_named(content: bytes, said: str, tmp_path: Path) -> No
 
 
 def test_sources_are_checked_before_they_are_read(tmp_path: Path) -> None:
-    empty, other = tmp_path / "a.jsonl", tmp_path / "a.csv"
+    empty, other = tmp_path / "a.jsonl", tmp_path / "a.pdf"
     empty.touch()
     other.write_text("x", encoding="utf-8")
     for source, said in ((empty, "is empty"), (other, "are read"), (tmp_path / "no.jsonl", "does not exist")):

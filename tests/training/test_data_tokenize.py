@@ -10,13 +10,12 @@ import numpy as np
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.training.data.tokenize import TokenStore, get, store_key
+from toolkit.training.data.tokenize import Reading, TokenStore, get, store_key
 
 
-def stored(path: Path, records: list[dict[str, Any]], tokenizer: Any, *, seq_len: int = 128,
-           train_on: Any = "auto") -> TokenStore:
+def stored(path: Path, records: list[dict[str, Any]], tokenizer: Any, **reading: Any) -> TokenStore:
     path.write_text("".join(json.dumps(record) + "\n" for record in records), encoding="utf-8")
-    return get((str(path),), tokenizer, kind="auto", train_on=train_on, seq_len=seq_len)
+    return get((str(path),), tokenizer, Reading(**{"seq_len": 128, **reading}))
 
 
 def sample(store: TokenStore, index: int) -> tuple[Any, Any]:
@@ -81,7 +80,7 @@ def test_the_key_follows_the_content_and_not_the_place(tmp_path: Path, tokenizer
         (tmp_path / f"{name}.jsonl").write_text('{"text": "x"}\n', encoding="utf-8")
 
     def key(name: str, seq_len: int = 64) -> str:
-        return store_key((str(tmp_path / f"{name}.jsonl"),), tokenizer, kind="auto", train_on="auto", seq_len=seq_len)
+        return store_key((str(tmp_path / f"{name}.jsonl"),), tokenizer, Reading(seq_len=seq_len))
 
     first = key("a")
     assert first == key("b") != key("a", 32)

@@ -35,17 +35,27 @@ class TrainConfig:
     """Run Python code that the model's repository brings. Only for repositories you have read."""
 
     data: tuple[str, ...]
-    """Files (.jsonl, .txt) or one hub id."""
+    """Files, folders, globs, or hub ids (docs/data.md)."""
+    data_weights: tuple[float, ...] = ()
+    """How often an epoch passes over each entry of `data`: 2 is twice, 0.5 a half that the seed draws; empty: once each."""
     eval_data: tuple[str, ...] = ()
     """As `data`; empty: a share `eval_fraction` of `data` is set aside when `eval_every` is above zero."""
-    data_format: Literal["auto", "messages", "prompt-completion", "text"] = "auto"
-    train_on: Literal["auto", "answers", "everything"] = "auto"
+    data_format: Literal["auto", "messages", "prompt-completion", "text", "tokens"] = "auto"
+    columns: tuple[str, ...] = ()
+    """`known=own`, where the data has other names for its columns: prompt=question_text,completion=gold."""
+    train_on: Literal["auto", "answers", "last-answer", "everything"] = "auto"
     """Which tokens are targets; auto: the answers of conversations and completions, everything of plain
     text."""
+    too_long: Literal["truncate", "drop", "stop"] = "truncate"
+    """What becomes of samples with more than seq_len tokens; plain text is cut into windows whatever this says."""
+    bad_lines: Literal["stop", "skip"] = "stop"
+    """Whether a line that cannot be used ends the run, or is left out and counted."""
     eval_fraction: float = 0.05
     packing: bool = True
     """True: several samples share a row of seq_len tokens, each attending to itself alone. False: one
     sample a row, padded to the longest of its micro-batch."""
+    bucketing: bool = True
+    """Without packing: rows of like length share a step and a micro-batch, so that there is less padding."""
 
     output: str
     """The run folder."""
@@ -154,6 +164,9 @@ def _check(config: TrainConfig) -> None:
         raise UserError(f"learning_rate={config.learning_rate}: it must be above zero")
     if not config.data:
         raise UserError("data is empty: name a .jsonl or .txt file, several of them, or a hub id")
+    if config.data_weights and (len(config.data_weights) != len(config.data) or min(config.data_weights) <= 0):
+        raise UserError(f"data_weights={','.join(f'{weight:g}' for weight in config.data_weights)}: give one weight above "
+                        f"zero for each of the {len(config.data)} entries of data")
     if not 0 < config.eval_fraction < 1:
         raise UserError(f"eval_fraction={config.eval_fraction}: it must lie between 0 and 1")
     if (config.max_steps is None) == (config.epochs is None):
@@ -174,6 +187,8 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
     if origin is Literal:
         choices = get_args(hint)
         text = "none" if value is None and "none" in choices else value
+        if value is False and "off" in choices:
+            text = "off"  # YAML reads a bare `off` as false
         if text not in choices:
             raise UserError(f"{key}={value!r} is not one of {', '.join(choices)}")
         return text
@@ -182,6 +197,9 @@ def _convert(key: str, value: Any, hint: Any) -> Any:
         return None if value is None else _convert(key, value, inner)
     if origin is tuple:
         items = value.split(",") if isinstance(value, str) else value
+        if get_args(hint)[0] is float:
+            given = items if isinstance(items, (list, tuple)) else [items]
+            return tuple(_convert(key, item, float) for item in given)
         if not isinstance(items, (list, tuple)) or not all(isinstance(item, str) for item in items):
             raise UserError(f"{key}={value!r}: it must be a path, or a list of paths")
         return tuple(item.strip() for item in items if item.strip())

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import torch
@@ -28,6 +28,28 @@ IGNORE = -100
 def _order(rows: int, seed: int | None, epoch: int) -> np.ndarray:
     """The order of the rows in an epoch; without a seed, as they stand."""
     return np.arange(rows) if seed is None else np.random.default_rng([seed, epoch]).permutation(rows)
+
+
+_POOL = 50
+"""Steps whose rows are sorted by length together: enough for like lengths to meet, few enough to leave chance its part."""
+
+
+@lru_cache(maxsize=2)
+def _bucketed(lengths: bytes, rows_per_step: int, seed: int, epoch: int) -> np.ndarray:
+    """As `_order`, with rows of like length (int64 bytes, one number a row) in the same step and beside each other in it.
+
+    The shuffled rows are sorted within pools of 50 steps and cut into steps, whose order is then drawn; the incomplete step
+    stays last. So which rows share a step depends on the global batch alone, not on how it is spread.
+    """
+    sizes = np.frombuffer(lengths, dtype=np.int64)
+    order = _order(len(sizes), seed, epoch)
+    pool = _POOL * rows_per_step
+    sorted_pools = [part[np.argsort(sizes[part], kind="stable")] for part in np.split(order, range(pool, len(order), pool))]
+    whole = len(order) // rows_per_step * rows_per_step
+    mixed = np.concatenate(sorted_pools)
+    steps = mixed[:whole].reshape(-1, rows_per_step)
+    drawn = np.random.default_rng([seed, epoch, rows_per_step]).permutation(len(steps))
+    return np.concatenate([steps[drawn].reshape(-1), mixed[whole:]])
 
 
 @dataclass(frozen=True)
@@ -69,6 +91,19 @@ class Loader:
     """Pad every row to this length; None: to the longest of its micro-batch."""
     seed: int
     shuffle: bool
+    bucketed: bool = False
+    """Rows of like length share a step; needs shuffle."""
+
+    @cached_property
+    def _row_lengths(self) -> bytes:
+        """Tokens of every row, as int64 bytes."""
+        lengths = self.store.lengths
+        return np.asarray([int(lengths[row].sum()) for row in self.rows], dtype=np.int64).tobytes()
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self.bucketed and self.shuffle:
+            return _bucketed(self._row_lengths, self.rows_per_step, self.seed, epoch)
+        return _order(len(self.rows), self.seed if self.shuffle else None, epoch)
 
     @property
     def rows_per_step(self) -> int:
@@ -82,8 +117,7 @@ class Loader:
     def step(self, index: int) -> list[Batch]:
         """The micro-batches of this rank for optimizer step `index`, counted from 0."""
         epoch, within = divmod(index, self.steps_per_epoch)
-        order = _order(len(self.rows), self.seed if self.shuffle else None, epoch)
-        chosen = order[within * self.rows_per_step : (within + 1) * self.rows_per_step]
+        chosen = self._order_of(epoch)[within * self.rows_per_step : (within + 1) * self.rows_per_step]
         return [
             self._batch(chosen[(micro * self.world + self.rank) * self.micro_batch :][: self.micro_batch])
             for micro in range(self.accumulate)

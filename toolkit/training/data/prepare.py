@@ -12,13 +12,17 @@ from toolkit.errors import UserError
 from toolkit.training.config import TrainConfig
 from toolkit.training.data import pack
 from toolkit.training.data.loader import Loader
-from toolkit.training.data.tokenize import TokenStore, get
+from toolkit.training.data.tokenize import Reading, TokenStore, get
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
 _SPLIT_STREAM = 0x5EED
 """Keeps the split's random numbers apart from those of the order."""
+_MIX_STREAM = 0x313C
+"""The same for what is drawn of a source with a fraction as its weight."""
+_ADDED_TOKENS = 256
+"""So many tokens more than the model may a tokenizer have: those that are added for chat, tools or padding."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +47,9 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
     """
     def store_of(sources: tuple[str, ...]) -> TokenStore:
         with accelerator.local_main_process_first():
-            return get(sources, tokenizer, kind=config.data_format, train_on=config.train_on,
-                       seq_len=config.seq_len)
+            return get(sources, tokenizer, reading)
 
+    reading = reading_of(config)
     store = store_of(config.data)
     train, evaluation = np.arange(len(store)), None
     evaluation_store = store
@@ -54,11 +58,9 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
         evaluation = np.arange(len(evaluation_store))
     elif config.eval_every:
         train, evaluation = _split(len(store), config)
-    vocab_size = max(model_config.get_text_config().vocab_size, len(tokenizer))
     for part in (store, evaluation_store):
-        if (largest := int(part.tokens.max())) >= vocab_size:
-            raise UserError(f"the tokenizer gives token {largest}, but the model has only {vocab_size}; "
-                            "the tokenizer belongs to another model")
+        check_vocabulary(part, tokenizer, model_config)
+    train = _weighted(train, store, config)
     packed = config.packing and isolates
 
     def loader(of: TokenStore, samples: npt.NDArray[np.int64], *, shuffle: bool, accumulate: int) -> Loader:
@@ -70,10 +72,12 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
             store=of, rows=rows, micro_batch=config.micro_batch, accumulate=accumulate,
             rank=accelerator.process_index, world=accelerator.num_processes, pad_id=tokenizer.pad_token_id,
             fixed_length=config.seq_len if packed else None, seed=config.seed, shuffle=shuffle,
+            bucketed=config.bucketing and shuffle and not packed,
         )  # fmt: skip
 
     training = loader(store, train, shuffle=config.shuffle, accumulate=config.accumulate)
-    facts = {**store.facts, "packed": packed, "train_samples": len(train), "train_rows": len(training.rows)}
+    facts = {**store.facts, "packed": packed, "train_samples": len(train), "train_rows": len(training.rows),
+             "train_tokens": int(store.lengths[train].sum()), "train_targets": _targets(store, train)}
     if evaluation is None:
         return Data(training, None, facts)
     held_out = loader(evaluation_store, evaluation, shuffle=False, accumulate=1)
@@ -81,6 +85,60 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
     if config.eval_data and config.eval_every:
         facts["eval_fingerprint"] = evaluation_store.facts["fingerprint"]
     return Data(training, held_out, facts)
+
+
+def reading_of(config: TrainConfig) -> Reading:
+    """How the config has the data read."""
+    return Reading(kind=config.data_format, train_on=config.train_on, seq_len=config.seq_len, too_long=config.too_long,
+                   bad_lines=config.bad_lines, columns=config.columns)
+
+
+def check_vocabulary(store: TokenStore, tokenizer: Any, model_config: Any) -> None:
+    """Hold the tokens to the model's vocabulary.
+
+    A tokenizer may have a few added tokens more than the model, which is then resized; one with many more, or data with
+    token ids beyond both, belongs to another model.
+
+    Raises:
+        UserError: names the largest token id and the number of ids there are.
+    """
+    own = model_config.get_text_config().vocab_size
+    added = len(tokenizer) - own
+    largest = int(store.tokens.max())
+    if added > max(_ADDED_TOKENS, own // 20):
+        raise UserError(f"the tokenizer has {len(tokenizer):,} tokens, but the model has only {own:,}; "
+                        "the tokenizer belongs to another model")
+    if largest >= max(own, len(tokenizer)):
+        raise UserError(f"the data has token id {largest:,}, but the model has only {max(own, len(tokenizer)):,} tokens; "
+                        "it was tokenised for another model")
+
+
+def _targets(store: TokenStore, samples: npt.NDArray[np.int64]) -> int:
+    """Tokens that are trained in an epoch: a sample's first one has nothing before it to be predicted from."""
+    marks = np.array(store.targets, dtype=np.int64)
+    marks[store.offsets[:-1]] = 0
+    return int(np.add.reduceat(marks, store.offsets[:-1])[samples].sum())
+
+
+def _weighted(samples: npt.NDArray[np.int64], store: TokenStore, config: TrainConfig) -> npt.NDArray[np.int64]:
+    """The samples as often as the weight of their source says; of a fraction, what the seed draws.
+
+    Raises:
+        UserError: nothing of a source would be left.
+    """
+    if not config.data_weights:
+        return samples
+    ends = np.cumsum(store.facts["sources"])
+    parts = []
+    for index, (end, weight) in enumerate(zip(ends, config.data_weights, strict=True)):
+        own = samples[(samples >= end - store.facts["sources"][index]) & (samples < end)]
+        whole, share = divmod(weight, 1)
+        drawn = np.random.default_rng([config.seed, _MIX_STREAM, index]).permutation(own)[: round(share * len(own))]
+        part = np.concatenate([np.tile(own, int(whole)), drawn])
+        if not len(part):
+            raise UserError(f"data_weights: nothing of {config.data[index]!r} is left of {len(own)} samples at {weight:g}")
+        parts.append(np.sort(part))
+    return np.concatenate(parts)
 
 
 def _split(samples: int, config: TrainConfig) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
