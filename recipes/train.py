@@ -48,6 +48,7 @@ def main(arguments: list[str]) -> None:
     from toolkit.training.export import export_model
     from toolkit.training.memory import STEADY_FROM, MemoryWatch, report_memory
     from toolkit.training.metrics import Log, Metrics
+    from toolkit.training.oom import explain_out_of_memory
     from toolkit.training.optimizer import build_optimizer, rate_at, set_rate
     from toolkit.training.preflight import Preflight
     from toolkit.training.step import across_ranks, check_finite, count_batch, evaluate, gradient_norm
@@ -64,6 +65,7 @@ def main(arguments: list[str]) -> None:
     preflight = Preflight(config, model_config, accelerator, log)
     preflight.check()
     memory = MemoryWatch(device.type)
+    explain_out_of_memory(preflight, memory)
     model = build_model(config, source, model_config, tokenizer, accelerator)
     parameters, trainable = count_parameters(model)
     check_room(config, parameters, trainable)

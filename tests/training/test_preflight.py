@@ -75,6 +75,11 @@ def test_warn_goes_on_and_off_does_not_look(look: Any) -> None:
     assert said == [] and preflight.predicted(Plan())["peak_allocated"] > 15 * MIB
 
 
+def test_off_is_off_in_yaml_too() -> None:
+    values = {"model": "m", "data": "d.jsonl", "output": "o", "max_steps": 1}
+    assert from_mapping({**values, "preflight": False}).preflight == "off"
+
+
 def test_a_fault_of_the_estimate_does_not_hold_up_the_run(look: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     preflight, said = look(1 << 34)
     monkeypatch.setattr(preflight.estimator, "estimate", lambda *a, **k: 1 / 0)

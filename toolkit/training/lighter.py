@@ -95,5 +95,5 @@ def lighter_or_none(spec: ModelSpec, workload: Workload, plan: Plan, cluster: Cl
     """As `lighter_plans`, and empty when the planner can't answer: the run's own trouble is what must be told."""
     try:
         return lighter_plans(spec, workload, plan, cluster, launch=launch, below=below)
-    except (UserError, ValueError, RuntimeError):
+    except (UserError, ValueError, RuntimeError, MemoryError):
         return []

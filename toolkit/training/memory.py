@@ -25,6 +25,9 @@ class MemoryWatch:
 
     def __init__(self, device_type: str) -> None:
         gc.collect()
+        self.device = device_type
+        self.model: Any = None
+        """The prepared model, when `follow` was called."""
         self.counter: Counter = device_counter(device_type)
         self.start = self.counter.live()
         self.peaks: list[int] = []
@@ -41,6 +44,7 @@ class MemoryWatch:
         """Tell the phases of a step apart from now on: four hooks a micro-batch, for all modules together."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+        self.model = model
         model.register_forward_pre_hook(lambda *_: self._enter("forward"))
         model.register_forward_hook(lambda *_: self._enter("backward"))
         register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer"))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import NothingFits, UserError
 from toolkit.estimate.result import Estimate
-from toolkit.specs import Cluster, ModelSpec, Plan
+from toolkit.specs import Cluster, ModelSpec, Plan, Workload
 from toolkit.training.accelerator import launch_file, requested_engine, without_sharded_init
 from toolkit.training.config import TrainConfig
 from toolkit.training.lighter import lighter_or_none
@@ -45,6 +45,8 @@ class Preflight:
         self.estimator: Estimator | None = Estimator(self.spec) if accelerator.is_main_process else None
         self.made: Estimate | None = None
         self.plan: Plan | None = None
+        self.figures: dict[str, int] = {}
+        """`peak_allocated` and `peak_total` as predicted, on every rank; empty without a pre-flight."""
 
     def check(self) -> None:
         """Hold the run to the memory of its device and host.
@@ -62,12 +64,15 @@ class Preflight:
                 plan = None
                 self.log.say(f"note: no pre-flight ({error})")
             found = self._estimate(plan) if plan is not None else None
-            verdict = self._told(found) if found is not None else None
+            if found is not None:
+                verdict = self._told(found)
+                self.figures = {name: getattr(found.memory, name) for name in ("peak_allocated", "peak_total")}
         from accelerate.utils import broadcast_object_list
 
-        shared = [verdict]
+        shared: list[Any] = [verdict, self.figures, self.plan]
         if self.accelerator.num_processes > 1:
             broadcast_object_list(shared, from_process=0)
+        self.figures, self.plan = shared[1], shared[2]
         if shared[0] is not None and self.config.preflight == "stop":
             raise NothingFits(f"{shared[0]}; preflight=warn starts it all the same")
 
@@ -87,7 +92,7 @@ class Preflight:
                 else f"this run does not fit: the host needs {format_size(memory.host.peak)} of "
                      f"{format_size(memory.host.capacity or 0)}")
         self.log.say(what)
-        for option in lighter_or_none(self.spec, self.config.workload, found.plan, found.cluster, launch_file()):
+        for option in lighter_or_none(self.spec, self.workload, found.plan, found.cluster, launch_file()):
             self.log.say(f"  lighter: {option}")
         return what
 
@@ -99,7 +104,7 @@ class Preflight:
         assert self.estimator is not None  # noqa: S101 - only the main process comes here
         try:
             with without_sharded_init(self.accelerator), torch.random.fork_rng(devices=[]):
-                self.made = self.estimator.estimate(self._workload, plan, self.cluster)
+                self.made = self.estimator.estimate(self.workload, plan, self.cluster)
         except Exception as error:  # noqa: BLE001 - see the class
             self.log.say(f"note: this run's memory is not predicted ({type(error).__name__}: {' '.join(str(error).split())})")
             self.made = None
@@ -107,7 +112,8 @@ class Preflight:
         return self.made
 
     @property
-    def _workload(self) -> Any:
+    def workload(self) -> Workload:
+        """What is estimated: the recipe's forward returns the loss alone."""
         return self.config.workload.with_(loss_only=True)
 
     def predicted(self, plan: Plan) -> dict[str, Any] | None:
@@ -116,12 +122,13 @@ class Preflight:
         The model was traced for the pre-flight; a plan that reads back in more detail than its file costs a replay, no trace.
         """
         if self.estimator is None:
+            self.plan = plan
             return None
         found = self._estimate(plan)
         estimator, self.estimator = self.estimator, None
         if found is None:
             return None
-        timeline = estimator.timeline(self._workload, plan, self.cluster)
+        timeline = estimator.timeline(self.workload, plan, self.cluster)
         return {**found.to_json()["memory"], "timeline": timeline}
 
 

@@ -15,7 +15,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.errors import ToolkitError, UserError
@@ -53,6 +53,32 @@ def own_tools_first() -> None:
         os.environ["PATH"] = os.pathsep.join(filter(None, (own, os.environ.get("PATH"))))
 
 
+Explanation = Callable[[BaseException], tuple[str, list[str]]]
+"""The line that names a failed allocation, and lines of detail."""
+_explain: list[Explanation] = []
+
+
+def on_out_of_memory(explain: Explanation) -> None:
+    """Have a failed allocation explained by `explain` when it ends the run."""
+    _explain[:] = [explain]
+
+
+def _explained(error: BaseException) -> bool:
+    """Tell a failed allocation, once per node; False when the error is none, or nobody can explain it."""
+    from toolkit.profiling.oom import is_out_of_memory
+
+    if not _explain or not is_out_of_memory(error):
+        return False
+    try:
+        line, detail = _explain[0](error)
+    except Exception:  # noqa: BLE001 - the explanation itself can run out of memory: the bare error is better than another one
+        if os.environ.get("TOOLKIT_DEBUG"):
+            raise
+        return False
+    _report(line, 1, detail)
+    return True
+
+
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a recipe's `main` on the command line's arguments and leave the process with its exit status."""
     quiet()
@@ -66,13 +92,14 @@ def run(main: Callable[[list[str]], None]) -> None:
         _report(str(error), status)
     except KeyboardInterrupt:
         status = 130
-    except Exception:
-        # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
-        claim = _claim()
-        if claim is None or not claim.exists():
-            raise
+    except Exception as error:
         status = 1
-        time.sleep(1.0)
+        if not _explained(error):
+            # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
+            claim = _claim()
+            if claim is None or not claim.exists():
+                raise
+            time.sleep(1.0)
     sys.stdout.flush()
     sys.stderr.flush()
     if status:
@@ -101,8 +128,8 @@ def _claim() -> Path | None:
     return Path(error_file).parent.parent / "reported" if error_file else None
 
 
-def _report(message: str, status: int) -> None:
-    """Print the line if no other rank of this node did, and leave it for the launcher's report."""
+def _report(message: str, status: int, detail: Sequence[str] = ()) -> None:
+    """Print the line and its detail if no other rank of this node did, and leave the line for the launcher's report."""
     line = " ".join(message.split())
     claim = _claim()
     if claim is not None:
@@ -116,7 +143,7 @@ def _report(message: str, status: int) -> None:
         record = {"message": {"message": line, "errorCode": status, "extraInfo": {"timestamp": int(time.time())}}}
         with contextlib.suppress(OSError):
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record), encoding="utf-8")
-    print(f"error: {line}", file=sys.stderr, flush=True)
+    print("\n".join([f"error: {line}", *detail]), file=sys.stderr, flush=True)
 
 
 def check_processes() -> None:
