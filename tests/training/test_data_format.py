@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.training.data.format import recognise, to_sample
+from toolkit.training.data.format import messages_of, recognise, renamed, to_sample
 from toolkit.training.data.read import check_sources, is_hub_id, read
 
 USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}
@@ -24,6 +24,8 @@ USER, ANSWER = {"role": "user", "content": "Why?"}, {"role": "assistant", "conte
         ({"question": "Why?", "answer": "So."}, "prompt-completion"),
         ({"instruction": "Why?", "output": "So.", "text": "x"}, "prompt-completion"),
         ({"text": "So it is."}, "text"),
+        ({"messages": '[{"role": "user", "content": "Why?"}]'}, "messages"),
+        ({"input_ids": [1, 2], "text": "x"}, "tokens"),
     ],
 )
 def test_a_record_is_recognised_by_its_keys(record: dict[str, Any], kind: str) -> None:
@@ -95,3 +97,86 @@ def test_sources_are_checked_before_they_are_read(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=said):
             check_sources((str(source),))
     assert is_hub_id("owner/name:train") and not is_hub_id("folder/name.jsonl") and not is_hub_id("./name")
+
+
+CALL = {"name": "add", "arguments": '{"a": 1}'}
+WITH_TOOLS = (
+    "{% for tool in tools or [] %}<|system|>\n{{ tool | tojson }}<|end|>\n{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }} {{ c.function.arguments.a }}{% endfor %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+MARKED = (
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|end|>"
+    "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}"
+)
+FORGETFUL = (  # Thoughts stay in the last turn alone, as in several models that reason.
+    "{% for m in messages %}<|{{ m.role }}|>\n{% if m.role == 'assistant' and not loop.last %}"
+    "{{ m.content.split('</think>')[-1] }}{% else %}{{ m.content }}{% endif %}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+@pytest.fixture
+def templated(tiny_model: Path) -> Any:
+    """`templated(template)`: the tiny tokenizer with another chat template."""
+    from transformers import AutoTokenizer
+
+    def make(template: str) -> Any:
+        found = AutoTokenizer.from_pretrained(tiny_model)
+        found.chat_template = template
+        return found
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [USER, {"role": "assistant", "content": None, "tool_calls": [{"type": "function", "function": CALL}]}],
+        [{"from": "human", "value": "Why?"}, {"from": "function_call", "value": '{"name": "add", "arguments": {"a": 1}}'}],
+    ],
+    ids=["openai", "sharegpt"],
+)
+def test_tool_calls_are_answers_and_tools_are_shown(turns: list[Any], templated: Any) -> None:
+    record = {"messages": turns, "tools": '[{"type": "function", "function": {"name": "add"}}]', "system": "Be kind."}
+    sample = to_sample("messages", record, "here", templated(WITH_TOOLS))
+    assert [sample.text[start:end] for start, end in sample.answers] == ["add 1<|end|>\n"]
+    assert '"name": "add"' in sample.text and "<|system|>\nBe kind." in sample.text
+
+
+def test_tool_calls_that_the_template_leaves_out_are_an_error(tokenizer: Any) -> None:
+    record = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}]}
+    with pytest.raises(UserError, match="here: the model's chat template leaves tool calls out"):
+        to_sample("messages", record, "here", tokenizer)
+
+
+def test_a_template_that_marks_its_answers_is_taken_at_its_word(templated: Any) -> None:
+    assert answers_of("messages", {"messages": [USER, ANSWER, USER, ANSWER]}, templated(MARKED)) == ["So.<|end|>"] * 2
+
+
+def test_answers_that_a_template_shows_otherwise_later_are_found_by_their_words(templated: Any) -> None:
+    first = {"role": "assistant", "content": "<think>Hm. Why?</think>Why? So."}
+    record = {"messages": [USER, first, USER, {"role": "assistant", "content": "<think>x</think>No."}]}
+    assert answers_of("messages", record, templated(FORGETFUL)) == ["Why? So.<|end|>", "<think>x</think>No.<|end|>\n"]
+
+
+def test_what_a_column_format_filled_up_with_null_is_left_out() -> None:
+    turns = [{**USER, "tool_calls": None, "name": None}]
+    assert messages_of({"messages": turns}, "here") == [USER]
+
+
+def test_columns_take_the_names_that_the_config_gives() -> None:
+    record = {"q": "Why?", "a": "So.", "text": "x"}
+    assert renamed(record, {"prompt": "q", "completion": "a"}, "here") == {"prompt": "Why?", "completion": "So.", "text": "x"}
+    with pytest.raises(UserError, match=r"here has no column 'b' \(it has a, q, text\)"):
+        renamed(record, {"prompt": "b"}, "here")
+
+
+def test_a_speaker_that_nobody_knows_is_named(tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="chat line 1: a message is from 'narrator', which is no role"):
+        to_sample("messages", {"conversations": [{"from": "narrator", "value": "x"}]}, "chat line 1", tokenizer)
+
+
+def test_an_end_token_that_is_there_is_not_added_again(tokenizer: Any) -> None:
+    assert to_sample("text", {"text": "So.<|end|>"}, "here", tokenizer).text == "So.<|end|>"

@@ -62,12 +62,12 @@ def test_without_packing_a_row_is_as_long_as_the_longest_of_its_micro_batch() ->
 
 
 @pytest.mark.parametrize(("world", "accumulate", "micro_batch"), [(1, 4, 1), (2, 2, 1), (2, 1, 2), (4, 1, 1), (1, 2, 2)])
-@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize(("packed", "bucketed"), [(True, False), (False, False), (False, True)])
 def test_a_step_is_the_same_tokens_and_targets_however_it_is_spread(
-    world: int, accumulate: int, micro_batch: int, packed: bool
+    world: int, accumulate: int, micro_batch: int, packed: bool, bucketed: bool
 ) -> None:
-    whole = make_loader(micro_batch=4, packed=packed)
-    shape: dict[str, Any] = {"accumulate": accumulate, "micro_batch": micro_batch, "packed": packed}
+    whole = make_loader(micro_batch=4, packed=packed, bucketed=bucketed)
+    shape: dict[str, Any] = {"accumulate": accumulate, "micro_batch": micro_batch, "packed": packed, "bucketed": bucketed}
     ranks = [make_loader(rank, world, **shape) for rank in range(world)]
 
     def tokens(batches: list[Any]) -> list[int]:
@@ -97,3 +97,21 @@ def test_the_last_step_is_filled_up_with_rows_that_weigh_nothing() -> None:
     batches = [loader.step(loader.steps_per_epoch - 1)[0] for loader in loaders]
     assert [tuple(batch.input_ids.shape)[0] for batch in batches] == [3, 3]
     assert sum(batch.num_tokens for batch in batches) == sum(LENGTHS[6:])
+
+
+def test_rows_of_like_length_meet_and_nothing_else_changes() -> None:
+    rng = np.random.default_rng(0)
+    store = make_store([int(n) for n in rng.integers(2, 60, 400)])
+    shared: dict[str, Any] = {"store": store, "rows": pack.one_per_row(np.arange(400)), "packed": False, "micro_batch": 4}
+
+    def padded(loader: Loader) -> int:
+        return sum(batch.input_ids.numel() - batch.num_tokens for batch in loader.epoch())
+
+    def samples(loader: Loader) -> list[int]:
+        return [int(row[0]) // 100 for batch in loader.epoch() for row in batch.input_ids if row[0]]
+
+    bucketed, plain = make_loader(**shared, bucketed=True), make_loader(**shared)
+    assert padded(bucketed) < padded(plain) / 5
+    assert sorted(samples(bucketed)) == sorted(samples(plain)) == list(range(1, 401))
+    again, other = make_loader(**shared, bucketed=True), make_loader(**shared, bucketed=True, seed=8)
+    assert samples(bucketed) == samples(again) != samples(other)

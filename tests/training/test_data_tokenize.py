@@ -92,3 +92,58 @@ def test_a_cached_store_is_the_one_that_was_built(tmp_path: Path, tokenizer: Any
     built, again = (stored(tmp_path / "a.jsonl", [CHAT] * 3, tokenizer) for _ in range(2))
     assert isinstance(again.tokens, np.memmap)
     assert np.array_equal(built.tokens, again.tokens) and built.facts == again.facts
+
+
+def test_only_the_last_answer_is_a_target_when_asked_for(tmp_path: Path, tokenizer: Any) -> None:
+    turns = [*CHAT["messages"], CHAT["messages"][0], {"role": "assistant", "content": "Bye."}]
+    store = stored(tmp_path / "a.jsonl", [{"messages": turns}], tokenizer, train_on="last-answer")
+    ids, targets = sample(store, 0)
+    assert tokenizer.decode(ids[targets]) == "Bye.<|end|>\n"
+
+
+@pytest.mark.parametrize(
+    ("train_on", "trained"), [("auto", [7, 9]), ("last-answer", [9]), ("everything", [5, 6, 7, 8, 9])])
+def test_tokens_are_taken_as_they_are_with_their_labels(
+    train_on: str, trained: list[int], tmp_path: Path, tokenizer: Any
+) -> None:
+    record = {"input_ids": [5, 6, 7, 8, 9, 0], "labels": [-100, -100, 7, -100, 9, -100], "attention_mask": [1] * 5 + [0]}
+    ids, targets = sample(stored(tmp_path / "a.jsonl", [record], tokenizer, train_on=train_on), 0)
+    assert list(ids) == [5, 6, 7, 8, 9] and list(ids[targets]) == trained
+
+
+@pytest.mark.parametrize(
+    ("record", "said"),
+    [
+        ({"input_ids": [1, -2]}, "line 1: input_ids must be a list of whole numbers"),
+        ({"input_ids": [1, 2], "labels": [1]}, "line 1: labels must be a list as long as input_ids"),
+        ({"input_ids": [1, 2], "labels": [2, 3]}, "line 1: labels must be input_ids, or -100"),
+        ({"input_ids": [1, 2], "labels": [-100, -100]}, "are all labels masked"),
+    ],
+)
+def test_tokens_that_cannot_be_trained_on_are_refused(
+    record: dict[str, Any], said: str, tmp_path: Path, tokenizer: Any
+) -> None:
+    with pytest.raises(UserError, match=said):
+        stored(tmp_path / "a.jsonl", [record], tokenizer)
+
+
+def test_long_samples_are_dropped_or_refused_as_configured(tmp_path: Path, tokenizer: Any) -> None:
+    long = {"messages": [CHAT["messages"][0], {"role": "assistant", "content": "It returns. " * 40}]}
+    store = stored(tmp_path / "a.jsonl", [long, CHAT], tokenizer, seq_len=64, too_long="drop")
+    assert (len(store), store.facts["dropped"], store.facts["truncated"]) == (1, 1, 0)
+    with pytest.raises(UserError, match=r"line 1 has \d+ tokens, seq_len is 64"):
+        stored(tmp_path / "a.jsonl", [long, CHAT], tokenizer, seq_len=64, too_long="stop")
+
+
+def test_bad_lines_are_left_out_and_counted_only_when_told_to(tmp_path: Path, tokenizer: Any) -> None:
+    file = tmp_path / "a.jsonl"
+    file.write_text(f'{json.dumps(CHAT)}\n{{"messages": \n{{"messages": [{{"role": "user"}}]}}\n', encoding="utf-8")
+    with pytest.raises(UserError, match="line 2 is not JSON.*bad_lines=skip"):
+        get((str(file),), tokenizer, Reading())
+    store = get((str(file),), tokenizer, Reading(bad_lines="skip"))
+    assert (len(store), store.facts["skipped"]) == (1, 2)
+
+
+def test_answers_are_not_looked_for_where_there_are_none(tmp_path: Path, tokenizer: Any) -> None:
+    with pytest.raises(UserError, match="train_on=answers: data read as text has no answers"):
+        stored(tmp_path / "a.jsonl", [{"text": "x"}], tokenizer, train_on="answers")

@@ -110,8 +110,9 @@ def _read_json(path: Path, bad: Bad) -> Iterator[tuple[str, Record]]:
     """An array of objects, an object that holds one array of them, or, as many tools write under this name, one object a
     line."""
     with _open(path) as file:
-        head = next((line for line in file if line.strip()), b"").lstrip(b"\xef\xbb\xbf \t")
-    if head.startswith(b"{") and _is_whole(head):
+        filled = (line for line in file if line.strip())
+        head, more = next(filled, b"").lstrip(b"\xef\xbb\xbf \t"), next(filled, None) is not None
+    if more and head.startswith(b"{") and _is_whole(head):
         yield from _read_lines(path, bad)
         return
     try:
