@@ -96,8 +96,8 @@ def test_a_launched_run_says_it_once(tiny_model: Path, tmp_path: Path) -> None:
              f"data={tmp_path / 'text.txt'}", f"output={tmp_path / 'run'}", "seq_len=8192", "micro_batch=8", "attention=eager",
              "max_steps=1", "precision=fp32", "tracker=none", "preflight=warn", "timeout_minutes=2"]
     quiet = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(["bash", "-c", 'ulimit -v 8000000; exec "$@"', "bash", *words], cwd=ROOT, capture_output=True, text=True,
-                          timeout=200, env=quiet)
+    limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "bash", *words]
+    done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=200, env=quiet)
     output = done.stdout + done.stderr
     assert done.returncode != 0 and output.count("error: out of memory in forward of step 1") == 1, output
     assert "(model.layers.0.self_attn)" in output and "  asked for " in output and "  predicted  " in output
