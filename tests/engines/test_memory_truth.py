@@ -11,7 +11,7 @@ import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS: list[dict[str, Any]] = [
-    {"strategy": "single", "model": "gpt2", "precision": "bf16"},
+    {"strategy": "single", "model": "gpt2", "precision": "bf16", "world": 1},
     {"strategy": "ddp", "model": "llama", "accumulate": 2},
     {"strategy": "fsdp", "model": "qwen3", "precision": "bf16"},
     {"strategy": "zero2", "model": "llama", "precision": "bf16", "bucket": 3_000_000},
