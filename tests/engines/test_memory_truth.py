@@ -18,6 +18,10 @@ ROWS: list[dict[str, Any]] = [
     {"strategy": "zero3", "model": "llama", "bucket": 2_000_000, "persist": 10_000, "checkpointing": "full"},
 ]
 
+EXACT = 4096
+"""Bytes: what counts as exact; the engines keep a few scalars that no timeline holds."""
+ONEDNN_SCRATCH = 16 << 20
+
 
 def load(name: str) -> Any:
     sys.path.insert(0, str(BENCHMARKS))
@@ -39,7 +43,7 @@ def test_a_steady_step_takes_what_was_predicted(row: dict[str, Any]) -> None:
     measured = truth.measure(row)
     estimate = accuracy.Estimator(accuracy.model_spec(row["model"])).estimate(*accuracy.request(row))
     steady = max(measured["peaks"][2:])
-    # on processors with bf16 units oneDNN keeps a scratch buffer that depends on the processor
-    allowed = 4096 if row["precision"] == "fp32" else max(4096, 0.03 * steady)
-    assert abs(steady - estimate.memory.peak_allocated) <= allowed
-    assert abs(measured["resident"][2] - estimate.memory.resident) <= allowed
+    # On processors with bf16 units oneDNN keeps a scratch buffer after the first product, whose size is the processor's.
+    scratch = measured["resident"][2] - estimate.memory.resident
+    assert -EXACT <= scratch <= (0 if row["precision"] == "fp32" else ONEDNN_SCRATCH) + EXACT
+    assert abs(steady - scratch - estimate.memory.peak_allocated) <= 2 * EXACT
