@@ -149,7 +149,8 @@ def show(results: list[Result], figures: dict[str, Any]) -> None:
         if "reason" in result:
             console.print(f"not expressed {result['id']}: {result['reason']}", highlight=False)
         elif result.get("right") is False:
-            console.print(f"outcome {result['id']}: {result['measured']}, estimated {result['predicted_gib']} GiB", highlight=False)
+            said = f"{result['measured']}, estimated {result['predicted_gib']} GiB"
+            console.print(f"outcome {result['id']}: {said}", highlight=False)
     console.print(figures)
 
 

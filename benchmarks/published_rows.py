@@ -68,8 +68,8 @@ _BY_NAME: tuple[tuple[str, dict[str, Any]], ...] = (
     ("llama-3.2-1b", {**_LLAMA, "tie_word_embeddings": True}), ("llama-3.2-3b", {**_LLAMA, "tie_word_embeddings": True}),
 )  # fmt: skip
 _ALIASES = (
-    ("llama-3.1-8b", "llama-3.1-8b"), ("llama-3-8b", "llama-3-8b"), ("llama-3.1-70b", "llama-3.1-70b"), ("llama-3-70b", "llama-3-70b"),
-    ("llama-3.1-405b", "llama-3.1-405b"), ("llama-3.2-1b", "llama-3.2-1b"), ("llama-3.2-3b", "llama-3.2-3b"),
+    ("llama-3.1-8b", "llama-3.1-8b"), ("llama-3-8b", "llama-3-8b"), ("llama-3.1-70b", "llama-3.1-70b"),
+    ("llama-3-70b", "llama-3-70b"), ("llama-3.1-405b", "llama-3.1-405b"), ("llama-3.2-1b", "llama-3.2-1b"), ("llama-3.2-3b", "llama-3.2-3b"),
     ("llama-3.3-70b", "llama-3.3-70b"), ("mixtral-8x7b", "mixtral-8x7b"), ("mixtral-8x22b", "mixtral-8x22b"),
     ("mistral-7b", "mistral-7b"), ("llama-2-7b", "llama-2-7b"), ("llama-2-13b", "llama-2-13b"), ("llama-2-70b", "llama-2-70b"),
     ("llama-7b", "llama-2-7b"), ("llama-13b", "llama-2-13b"), ("qwen3-32b", "qwen3-32b"), ("qwen3-8b", "qwen3-8b"),
@@ -92,7 +92,10 @@ def spec_of(row: Row) -> ModelSpec:
     if known is None:
         known = next((catalog_model(target) for part, target in _ALIASES if part in low), None)
     if known is not None:
-        return ModelSpec(name=known.name, config=_without_limit(dict(known.config)), source=f"catalog:{known.name}")
+        config = _without_limit(dict(known.config))
+        if "litgpt" in row["source"].lower():
+            config["tie_word_embeddings"] = False  # litgpt's GPT has a head of its own
+        return ModelSpec(name=known.name, config=config, source=f"catalog:{known.name}")
     hidden, layers, heads = (_number(row[c]) for c in ("hidden", "layers", "heads"))
     if "+" in row["layers"] or "transformerencoder" in low.replace(".", "") and not hidden:
         raise NotExpressible("a model that transformers does not have (torch.nn.Transformer)")
@@ -106,6 +109,8 @@ def spec_of(row: Row) -> ModelSpec:
     config = {**base, "hidden_size": hidden, "num_hidden_layers": layers, "num_attention_heads": heads, "vocab_size": vocab,
               "num_key_value_heads": _number(row["kv_heads"]) or heads, "intermediate_size": intermediate,
               "max_position_embeddings": 1 << 20}  # fmt: skip
+    if "litgpt" in row["source"].lower():
+        config["tie_word_embeddings"] = False  # litgpt's GPT has a head of its own
     config.setdefault("tie_word_embeddings", False)
     if base["model_type"] in ("gpt2", "gpt_bigcode"):
         config.update(n_embd=hidden, n_layer=layers, n_head=heads, n_inner=intermediate, tie_word_embeddings=True,

@@ -129,14 +129,26 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         triton_loss=bool(re.search(r"triton|fused ce", row["loss_impl"].lower())),
         upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt", row["model"].lower()),
         kernels="fused-norm" if "foak" in loss_text + row["notes"].lower() else "liger" if "liger" in loss_text else "model",
-        reentrant=peft or "answer" in source or "reentrant)" in row["activation_ckpt"].lower().replace("non-", "x"),
+        # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
+        # own option wrap the layer inside the unit
+        reentrant=bool(re.search(r"^fms|^peft|factory", source)),
         keep_logits="cookbook" in source and "not kept" not in row["notes"],
         optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
-        offload_activations=bool(re.search(r"activation offload|checkpoint cpu offload", row["activation_ckpt"].lower()
-                                           + row["strategy"].lower())),
+        every_second_matmul="torchtitan" in source,
+        expert_loop="mixtral" in row["model"].lower(),
+        cuda_modules="eager" if _eager_modules(row["software"]) else "lazy",
         shard_packed="torchtune" in source,
         load_whole="litgpt resource" in source and "fsdp" in row["strategy"].lower(),
     )  # fmt: skip
+
+
+def _eager_modules(software: str) -> bool:
+    """Whether the run's CUDA loaded all kernels at start: before 12.2, so torch before 2.2 or so."""
+    text = software.lower()
+    found = re.search(r"torch (\d+)\.(\d+)", text)
+    if re.search(r"cuda 11|cu11|cu121|2022|2020", text):
+        return True
+    return (int(found[1]), int(found[2])) < (2, 2) if found else bool(re.search(r"2023|4\.1x", text))
 
 
 def _optimizer(row: Row) -> str:
@@ -155,6 +167,8 @@ def case_of(row: Row) -> Case:
     metric = metric_of(row)
     if "graph_trainer" in row["torch_compile"]:
         raise NotExpressible("a graph compiler that chooses what is recomputed by its own memory policy")
+    if re.search(r"activation offload|checkpoint cpu offload", (row["activation_ckpt"] + row["strategy"]).lower()):
+        raise NotExpressible("checkpointed inputs that wait on the host")
     spec = spec_of(row)
     cluster = cluster_of(row)
     plan = _strategy(row, spec)
@@ -167,7 +181,11 @@ def case_of(row: Row) -> Case:
     rank = re.search(r"\br=(\d+)", row["task"])
     accumulate = re.search(r"(?:accumulation|grad_accum)[ =](\d+)", row["notes"])
     attention = row["attention"].lower()
-    fused = "fused" in row["optimizer"].lower() or "torchtune" in row["source"].lower()
+    fused = "fused" in row["optimizer"].lower() or "torchtune" in row["source"].lower() or plan.strategy.startswith("zero")
+    # foreach is torch's default on CUDA from 2.0 on; llm-foundry's DecoupledAdamW loops
+    old = re.search(r"torch 1\.|\b202[012]\b|4\.1x", row["software"].lower())
+    loops = old or "decoupled" in row["optimizer"].lower()
+    impl = "fused" if fused else "loop" if loops else "default"
     options: dict[str, Any] = {}
     if spec.config.get("model_type") in ("bert", "deberta-v2", "roberta") or "classification" in row["task"]:
         options["task"] = "sequence-classification"
@@ -175,7 +193,7 @@ def case_of(row: Row) -> Case:
         method=method, lora_rank=int(rank[1]) if rank else 64 if "3B_" in row["task"] else 16 if "70B" in row["task"] else 8,  # type: ignore[arg-type]
         lora_targets=_targets(row, spec) if method != "full" else "all-linear", seq_len=length, micro_batch=batch,
         accumulate=int(accumulate[1]) if accumulate else 1, precision=precision, weights_dtype=weights,  # type: ignore[arg-type]
-        optimizer=_optimizer(row), optimizer_impl="fused" if fused else "default",  # type: ignore[arg-type]
+        optimizer=_optimizer(row), optimizer_impl=impl,  # type: ignore[arg-type]
         attention="eager" if attention.startswith("eager") else "flash" if "flash" in attention else "sdpa",
         loss=loss, variant=_variant(row, method, code), **options,  # type: ignore[arg-type]
     )  # fmt: skip

@@ -213,7 +213,7 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
     reserved = peak
     if not cluster.gpu.is_cpu:
         reserved = replay_reserved(tape) if detail else _guess_reserved(peak)
-    outside, interval = outside_allocator(cluster, plan)
+    outside, interval = outside_allocator(cluster, plan, engine.workload)
     load = int(levels.level[: levels.starts[0]].max()) if levels.starts[0] else 0
     return MemoryEstimate(
         peak_allocated=peak,

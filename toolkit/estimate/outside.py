@@ -6,7 +6,7 @@ from functools import lru_cache
 from importlib.resources import files
 from typing import Any
 
-from toolkit.specs import Cluster, Plan
+from toolkit.specs import Cluster, Plan, Workload
 from toolkit.units import MIB
 
 
@@ -24,12 +24,13 @@ def communicators(plan: Plan, world: int) -> int:
     return 1 + sum(degree > 1 for degree in (plan.tp, plan.cp, plan.sp)) + (2 if plan.strategy == "hsdp" else 0)
 
 
-def outside_allocator(cluster: Cluster, plan: Plan) -> tuple[int, tuple[int, int]]:
+def outside_allocator(cluster: Cluster, plan: Plan, workload: Workload | None = None) -> tuple[int, tuple[int, int]]:
     """(typical, (low, high)) bytes of one GPU outside the allocator; zero on a CPU."""
     if cluster.gpu.is_cpu:
         return 0, (0, 0)
     table = _table()
-    figures = [table["context"].get(cluster.gpu.architecture, table["context"]["default"])]
+    eager = workload is not None and workload.variant.cuda_modules == "eager"
+    figures = [table["context_eager"] if eager else table["context"].get(cluster.gpu.architecture, table["context"]["default"])]
     count = communicators(plan, cluster.world_size)
     if count:
         figures.append(table["nccl"]["two_ranks" if cluster.world_size == 2 else "more_ranks"])

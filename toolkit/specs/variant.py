@@ -46,8 +46,12 @@ class Variant:
     """True: the training loop still names the logits while backward runs."""
     optimizer_in_backward: bool = False
     """True: each parameter is updated and its gradient dropped as soon as the gradient is there."""
-    offload_activations: bool = False
-    """True: the inputs of checkpointed layers wait on the host."""
+    every_second_matmul: bool = False
+    """True: selective checkpointing saves every second matrix product only, as torchtitan's per-operator policy does."""
+    expert_loop: bool = False
+    """True: a mixture's experts are separate linear layers, run one after the other (transformers before 5)."""
+    cuda_modules: Literal["lazy", "eager"] = "lazy"
+    """eager: CUDA loads all kernels into the context, its default before 12.2 (CUDA_MODULE_LOADING)."""
     shard_packed: bool = False
     """True: packed 4-bit weights are sharded with the rest (FSDP1 with a floating quant_storage, torchao's NF4)."""
     load_whole: bool = False

@@ -91,6 +91,8 @@ class Engine:
             tape.release(mark.nbytes, "gradients", mark.name, mark.key)
         else:
             self.gradients[mark.name] = (mark.nbytes, mark.key, tape.micro)
+            if self.workload.variant.optimizer_in_backward and type(self) is Engine:
+                self.drop_gradient(tape, mark.name)
 
     def backward_done(self, tape: Tape) -> None: ...
 
@@ -124,7 +126,8 @@ class Engine:
         """Update, then drop the gradients."""
         tensors = self.optimizer_tensors()
         self.create_states(tape, tensors)
-        play_step(tape, tensors, self.workload.optimizer, self.impl)
+        if not self.workload.variant.optimizer_in_backward:
+            play_step(tape, tensors, self.workload.optimizer, self.impl)
         for name in list(self.gradients):
             self.drop_gradient(tape, name)
 

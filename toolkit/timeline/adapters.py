@@ -104,6 +104,47 @@ def _quantize(model: Any, quantization: str) -> None:
                 setattr(module, name, PackedLinear(child, quantization))
 
 
+class _LoopedExperts(nn.Module):
+    """A mixture's experts as separate linear layers, each over an equal share of the tokens (transformers 4's Mixtral)."""
+
+    def __init__(self, experts: Any, quantization: str | None) -> None:
+        super().__init__()
+        self.act_fn = experts.act_fn
+        self.count, width, hidden = experts.gate_up_proj.shape
+        first = experts.gate_up_proj
+
+        def linear(inputs: int, outputs: int) -> nn.Linear:
+            layer = nn.Linear(inputs, outputs, bias=False, device=first.device, dtype=first.dtype)
+            return layer if quantization is None else PackedLinear(layer, quantization)
+
+        sizes = ((hidden, width // 2), (width // 2, hidden), (hidden, width // 2))
+        self.experts = nn.ModuleList(nn.ModuleList(linear(*size) for size in sizes) for _ in range(self.count))
+
+    def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        out = torch.zeros_like(hidden)
+        share = max(1, index.numel() // self.count)
+        for w1, w2, w3 in self.experts:  # type: ignore[misc]
+            rows = torch.zeros(share, dtype=torch.long)
+            state = hidden[rows]
+            state = w2(self.act_fn(w1(state)) * w3(state)) * weights.reshape(-1, 1)[rows]
+            out.index_add_(0, rows, state.to(out.dtype))
+        return out
+
+
+def _loop_experts(model: Any, quantization: str | None) -> None:
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if all(getattr(getattr(child, part, None), "ndim", 0) == 3 for part in ("gate_up_proj", "down_proj")):
+                setattr(module, name, _LoopedExperts(child, quantization))
+
+
+def _keep_originals(model: Any, names: str) -> None:
+    """peft's ModulesToSaveWrapper trains a copy of each named module and keeps the original beside it."""
+    for path, module in list(model.named_modules()):
+        if names and path.rpartition(".")[2] in [n.strip() for n in names.split(",")]:
+            module.register_buffer("original_weight", torch.empty_like(module.weight), persistent=False)
+
+
 def _upcast_rest(model: Any) -> None:
     """peft.utils.other.prepare_model_for_kbit_training: 16-bit parameters that are not packed become fp32."""
     for module in model.modules():
@@ -118,11 +159,13 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
     Raises:
         UserError: the targets match no module of the model.
     """
+    variant = workload.variant
+    if variant.expert_loop:
+        _loop_experts(model, variant.quantization if workload.method == "qlora" else None)
     if workload.method == "full":
         return
     from peft import LoraConfig, inject_adapter_in_model
 
-    variant = workload.variant
     if workload.method == "qlora":
         _quantize(model, variant.quantization)
         if variant.upcast_rest:
@@ -138,6 +181,7 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
         except ValueError as error:
             first = str(error).splitlines()[0][:200]
             raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first}") from None
+    _keep_originals(model, variant.trainable_modules)
     whole = tuple(m.strip() for m in variant.trainable_modules.split(",") if m.strip())
     for name, parameter in model.named_parameters():
         adapter = "lora_" in name

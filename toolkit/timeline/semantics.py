@@ -41,7 +41,7 @@ def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
     if numerics.checkpointing == "full":
         _enable_checkpointing(model, {"use_reentrant": False})
     elif numerics.checkpointing == "selective":
-        _checkpoint_selectively(model)
+        _checkpoint_selectively(model, workload.variant.every_second_matmul)
     if workload.variant.kernels != "model":
         _fuse_kernels(model, workload.variant.kernels == "liger")
     if workload.loss != "standard":
@@ -86,7 +86,7 @@ def _fuse_kernels(model: Any, swiglu: bool) -> None:
                 lambda self, x: self.down_proj(_FusedSwiglu.apply(self.gate_proj(x), self.up_proj(x))), module)
 
 
-def _checkpoint_selectively(model: Any) -> None:
+def _checkpoint_selectively(model: Any, every_second: bool) -> None:
     """Save the outputs of matrix products and attention, recompute the rest (torch's selective checkpointing)."""
     import functools
 
@@ -96,11 +96,20 @@ def _checkpoint_selectively(model: Any) -> None:
     save = {aten.mm.default, aten.addmm.default, aten.bmm.default, aten._scaled_dot_product_flash_attention.default,
             aten._scaled_dot_product_efficient_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default}
 
-    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
-        return CheckpointPolicy.MUST_SAVE if op in save else CheckpointPolicy.PREFER_RECOMPUTE
+    def contexts() -> Any:
+        counts = {False: 0, True: 0}
 
-    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
-    _enable_checkpointing(model, {"use_reentrant": False, "context_fn": contexts})
+        def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> Any:
+            keep = op in save
+            if every_second and op is aten.mm.default:
+                # torchtitan/models/llama/parallelize_llama.py, _get_custom_policy: every second product is recomputed
+                counts[ctx.is_recompute] += 1
+                keep = counts[ctx.is_recompute] % 2 == 1
+            return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    _enable_checkpointing(model, {"use_reentrant": False, "context_fn": functools.partial(contexts)})
 
 
 def _enable_checkpointing(model: Any, options: dict[str, Any]) -> None:
