@@ -38,14 +38,15 @@ class LabelTable:
 
     def __init__(self) -> None:
         self.labels: list[Label] = []
-        self._numbers: dict[Label, int] = {}
+        self._numbers: dict[tuple[str, str, str], int] = {}
 
     def number(self, category: str, what: str, phase: str) -> int:
-        label = Label(category, what, phase)
-        if label not in self._numbers:
-            self._numbers[label] = len(self.labels)
-            self.labels.append(label)
-        return self._numbers[label]
+        key = (category, what, phase)
+        number = self._numbers.get(key)
+        if number is None:
+            number = self._numbers[key] = len(self.labels)
+            self.labels.append(Label(*key))
+        return number
 
 
 @dataclass(frozen=True)
