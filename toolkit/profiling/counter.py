@@ -51,7 +51,7 @@ def preload() -> None:
         if not kept:
             del os.environ["LD_PRELOAD"]
         return
-    if not sys.platform.startswith("linux") or any(Path(node).exists() for node in _DEVICE_NODES):
+    if not sys.platform.startswith("linux") or has_gpu():
         return
     shim = build_shim()
     if shim is None:
@@ -61,6 +61,11 @@ def preload() -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)  # noqa: S606
+
+
+def has_gpu() -> bool:
+    """Whether a GPU's driver is there; asked before torch, whose import takes seconds."""
+    return any(Path(node).exists() for node in _DEVICE_NODES)
 
 
 def _shim_name() -> str:

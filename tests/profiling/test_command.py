@@ -1,0 +1,144 @@
+"""`toolkit profile`: any command, every rank, and what it says of commands that never train or die."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from toolkit.cli.main import main
+from toolkit.profiling.command import Rank, read_records
+from toolkit.report.profiled import warnings_of
+
+LOOP = """
+import os, signal, sys
+import torch
+model = torch.nn.Linear(1000, 1000)
+optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+kept = []
+for step in range(1, {steps} + 1):
+    model(torch.ones(8, 1000)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    {after}
+"""
+WEIGHTS = 4 * (1000 * 1000 + 1000)
+Profile = Callable[..., Any]
+
+
+@pytest.fixture
+def profile(tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Profile:
+    """`profile(*command)`: exit status, the JSON, stderr."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+
+    def start(*command: object, options: tuple[str, ...] = ("--json",)) -> tuple[int, Any, str]:
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main(["profile", "--output", str(tmp_path / "out"), *options, "--", *map(str, command)])
+        out, err = capfd.readouterr()
+        return int(ended.value.code or 0), json.loads(out) if out.startswith("{") else out, err
+
+    return start
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Callable[..., Path]:
+    def write(steps: int, after: str = "pass") -> Path:
+        path = tmp_path / "loop.py"
+        path.write_text(LOOP.format(steps=steps, after=after), encoding="utf-8")
+        return path
+
+    return write
+
+
+def test_a_bare_loop_to_the_byte(profile: Profile, script: Any, tmp_path: Path) -> None:
+    status, found, err = profile(sys.executable, script(4, "print('its own output')"))
+    assert status == 0 and "its own output" in err
+    (rank,) = found["ranks"]
+    assert rank["counter"] == "allocations" and rank["steps"] == found["steps"] == 4 and rank["ended"]
+    held = rank["resident_by_category"]
+    assert (held["parameters"], held["gradients"]) == (WEIGHTS, WEIGHTS) and held["optimizer_states"] == 2 * (WEIGHTS + 4)
+    assert sum(held.values()) == rank["resident"] and held["other"] < 40_000  # the input and the output
+    assert rank["peaks"] == [rank["peak"]] * 4 and rank["peak"] >= rank["resident"] + WEIGHTS  # a temporary of the update
+    assert json.loads((tmp_path / "out" / "profile.json").read_text(encoding="utf-8")) == found
+
+
+def test_the_table_and_memory_that_rises(profile: Profile, script: Any) -> None:
+    status, out, _ = profile(sys.executable, script(8, "kept.append(torch.empty(1 << 18))"), options=())
+    assert status == 0 and "rank" in out and "yes" in out and "Rank 0 holds 1 MiB more after every step" in out
+
+
+def test_a_command_that_fails_keeps_what_was_recorded(profile: Profile, script: Any) -> None:
+    status, found, err = profile(sys.executable, script(9, "if step == 5: sys.exit(3)"))
+    assert status == 1 and "ended with status 3 after step 5; what was recorded is in" in err and found["steps"] == 5
+
+
+def test_a_killed_rank_is_named_with_the_hosts_memory(profile: Profile, script: Any) -> None:
+    body = "if step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    import time; time.sleep(0.2)"
+    status, found, err = profile(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", 0,
+                                 script(8, body))
+    last = err.strip().splitlines()[-1]
+    assert status == 1 and last.startswith("toolkit: rank 1 was killed by signal 9; ") and "of host memory were left" in last
+    assert "it held" in last and "all 3 processes" in last  # the launcher imports torch too
+    assert {rank["rank"]: rank["signal"] for rank in found["ranks"]}[1] == 9
+
+
+@pytest.mark.parametrize(("command", "status", "said"), [
+    (["no-such-command"], 2, "command 'no-such-command' does not exist"),
+    ([sys.executable, "-c", "pass"], 2, "without one step of a torch optimizer"),
+    ([sys.executable, "-c", "import torch.optim, sys; sys.exit(7)"], 1, "ended with status 7 before its first optimizer step"),
+    ([sys.executable, "-c", "import os; os.kill(os.getpid(), 15)"], 1, "was ended by signal 15 before its first optimizer step"),
+])  # fmt: skip
+def test_bad_commands_are_one_line(command: list[str], status: int, said: str, profile: Profile) -> None:
+    got, _, err = profile(*command)
+    assert got == status and said in err and err.count("\n") == 1
+
+
+def test_nothing_to_run_and_options_after_the_separator_are_the_commands(profile: Profile, capfd: Any) -> None:
+    assert profile()[0] == 2
+    status, _, err = profile(sys.executable, "-c", "import sys; sys.exit(len(sys.argv) - 1)", "--json", "--output", "x")
+    assert status == 1 and "status 3" in err
+
+
+def test_another_sitecustomize_still_runs(profile: Profile, script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own").mkdir()
+    (tmp_path / "own" / "sitecustomize.py").write_text("import builtins; builtins.seen = True", encoding="utf-8")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "own"))
+    status, found, _ = profile(sys.executable, script(2, "import builtins; kept.append(builtins.seen)"))
+    assert status == 0 and found["steps"] == 2
+
+
+def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
+    lines = [{"start": 1, "rank": 3}, {"step": 1, "peak": 10, "live": 4, "counter": "cuda"}]
+    (tmp_path / "77.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 2, "pe', encoding="utf-8")
+    (rank,) = read_records(tmp_path, {77: 9})
+    assert (rank.rank, rank.peak, rank.counter, rank.signal, rank.ended) == (3, 10, "cuda", 9, False)
+
+
+def test_reserved_memory_that_is_not_used_is_flagged() -> None:
+    rank = Rank(0, 1, "cuda", [{"step": 1, "peak": 50, "live": 10, "reserved": 100}])
+    assert "expandable_segments" in warnings_of(rank)[0]
+    assert warnings_of(Rank(0, 1, "cuda", [{"step": 1, "peak": 90, "live": 10, "reserved": 100}])) == []
+
+
+@pytest.mark.slow
+def test_the_hugging_face_trainer_under_accelerate_launch(profile: Profile, tiny_model: Path, tmp_path: Path) -> None:
+    code = f"""
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+model = AutoModelForCausalLM.from_pretrained({str(tiny_model)!r})
+rows = [dict(input_ids=list(range(32)), labels=list(range(32)))] * 16
+arguments = TrainingArguments(output_dir={str(tmp_path / 'hf')!r}, max_steps=4, per_device_train_batch_size=2, report_to=[],
+                              use_cpu=True, save_strategy="no", disable_tqdm=True)
+Trainer(model=model, args=arguments, train_dataset=rows).train()
+"""
+    (tmp_path / "hf.py").write_text(code, encoding="utf-8")
+    status, found, err = profile(sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", 1,
+                                 tmp_path / "hf.py")
+    assert status == 0, err
+    (rank,) = found["ranks"]
+    assert rank["steps"] == 4 and rank["peak"] > rank["resident"] > 0 and rank["resident_by_category"]["parameters"] > 0
