@@ -12,6 +12,7 @@ import contextlib
 import json
 import logging
 import os
+import subprocess
 import sys
 import time
 import warnings
@@ -79,11 +80,27 @@ def _explained(error: BaseException) -> bool:
     return True
 
 
+def watch_for_kills() -> None:
+    """Have a process of its own watch the ranks of this node: one that signal 9 ends can't say why itself.
+
+    The first rank of a node starts it; it ends with the first rank that does. It is no part of the training, so a system that
+    won't start it goes without.
+    """
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.platform.startswith("linux"):
+        return
+    watched = [str(os.getppid())] if "LOCAL_RANK" in os.environ else [str(os.getppid()), str(os.getpid())]
+    environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
+    with contextlib.suppress(OSError):
+        subprocess.Popen([sys.executable, "-m", "toolkit.profiling.killed", *watched], env=environment, stdin=subprocess.DEVNULL,
+                         stdout=subprocess.DEVNULL, start_new_session=True)
+
+
 def run(main: Callable[[list[str]], None]) -> None:
     """Run a recipe's `main` on the command line's arguments and leave the process with its exit status."""
     quiet()
     own_tools_first()
     os.environ.update(launch_environment(os.environ))
+    watch_for_kills()
     status = 0
     try:
         main(sys.argv[1:])
