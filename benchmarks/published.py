@@ -68,7 +68,8 @@ def evaluate(row: dict[str, str], estimators: dict[Any, Estimator]) -> Result:
         measured = float(row["value_gib"])
     except ValueError:
         return {**out, "reason": f"the row's figure {row['value_gib']!r} is no number"}
-    return {**out, "measured": measured, "predicted": round(predicted / GIB, 3), "above_steady_gib": round(allocated_more / GIB, 3),
+    return {**out, "measured": measured, "predicted": round(predicted / GIB, 3),
+            "above_steady_gib": round(allocated_more / GIB, 3),
             "error": round(100 * (predicted / GIB - measured) / measured, 2)}
 
 

@@ -69,7 +69,8 @@ _BY_NAME: tuple[tuple[str, dict[str, Any]], ...] = (
 )  # fmt: skip
 _ALIASES = (
     ("llama-3.1-8b", "llama-3.1-8b"), ("llama-3-8b", "llama-3-8b"), ("llama-3.1-70b", "llama-3.1-70b"),
-    ("llama-3-70b", "llama-3-70b"), ("llama-3.1-405b", "llama-3.1-405b"), ("llama-3.2-1b", "llama-3.2-1b"), ("llama-3.2-3b", "llama-3.2-3b"),
+    ("llama-3-70b", "llama-3-70b"), ("llama-3.1-405b", "llama-3.1-405b"),
+    ("llama-3.2-1b", "llama-3.2-1b"), ("llama-3.2-3b", "llama-3.2-3b"),
     ("llama-3.3-70b", "llama-3.3-70b"), ("mixtral-8x7b", "mixtral-8x7b"), ("mixtral-8x22b", "mixtral-8x22b"),
     ("mistral-7b", "mistral-7b"), ("llama-2-7b", "llama-2-7b"), ("llama-2-13b", "llama-2-13b"), ("llama-2-70b", "llama-2-70b"),
     ("llama-7b", "llama-2-7b"), ("llama-13b", "llama-2-13b"), ("qwen3-32b", "qwen3-32b"), ("qwen3-8b", "qwen3-8b"),

@@ -123,7 +123,7 @@ class _LoopedExperts(nn.Module):
     def forward(self, hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         out = torch.zeros_like(hidden)
         share = max(1, index.numel() // self.count)
-        for w1, w2, w3 in self.experts:  # type: ignore[misc]
+        for w1, w2, w3 in self.experts:
             rows = torch.zeros(share, dtype=torch.long)
             state = hidden[rows]
             state = w2(self.act_fn(w1(state)) * w3(state)) * weights.reshape(-1, 1)[rows]

@@ -1,0 +1,71 @@
+"""Published rows of each family that must stay within their error, and rows that no file should be able to break it with."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "benchmarks"))
+
+from published import evaluate, read_rows, summary  # noqa: E402
+
+from toolkit.estimate.engine import Estimator  # noqa: E402
+
+ROWS = {row["id"]: row for row in read_rows(ROOT / "benchmarks" / "data" / "gpu_rows.csv")}
+ESTIMATORS: dict[Any, Estimator] = {}
+
+
+@pytest.mark.parametrize(
+    ("row", "within"),
+    [
+        ("fms-013", 0.5),  # full, one GPU: the foreach temporary of the optimizer step
+        ("fms-041", 3.0),  # LoRA, one GPU: logits of transformers 4.48
+        ("fms-095", 3.0),  # QLoRA, unsloth's kernels
+        ("fms-099", 3.0),  # QLoRA of a mixture, expert by expert
+        ("fms-208", 0.5),  # FSDP1, fp32 flat parameters
+        ("fms-218", 5.0),  # FSDP1 with a frozen base under reentrant checkpointing: inputs and their gradients stay
+        ("fms-150", 2.0),  # FSDP1, the loss decides
+        ("titan-002", 3.0),  # FSDP2, reserved, every second product saved
+    ],
+)  # fmt: skip
+def test_published_rows_stay_within_their_error(row: str, within: float) -> None:
+    found = evaluate(ROWS[row], ESTIMATORS)
+    assert abs(found["error"]) <= within, found
+
+
+def test_outcomes() -> None:
+    for row in ("fms-188", "fms-062"):
+        found = evaluate(ROWS[row], ESTIMATORS)
+        assert found["right"], found
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"strategy": "FSDP2 4 x TP 8"}, "parallel degrees"),
+        ({"strategy": "telepathy"}, "is not known"),
+        ({"gpu_type": "abacus"}, "not in the catalog"),
+        ({"micro_batch": "many"}, "no batch"),
+        ({"model": "no/such-model", "hidden": ""}, "sizes"),
+        ({"metric_kind": "impression"}, "is not known"),
+        ({"value_gib": "n/a"}, "no number"),
+        ({"seq_len": "-5"}, "no batch"),
+    ],
+)
+def test_a_row_that_cannot_be_expressed_says_why(changes: dict[str, str], reason: str) -> None:
+    found = evaluate({**ROWS["fms-013"], **changes}, ESTIMATORS)
+    assert reason in found["reason"]
+
+
+def test_a_row_without_any_column_is_listed_too() -> None:
+    found = evaluate({}, ESTIMATORS)
+    assert found["reason"]
+    assert summary([found]) == {
+        "rows": 1, "expressed": 0, "A_allocated": {"n": 0, "median": None, "p90": None},
+        "A_other": {"n": 0, "median": None, "p90": None}, "B": {"n": 0, "median": None, "p90": None},
+        "outcomes": {"n": 0, "right": 0},
+    }  # fmt: skip
