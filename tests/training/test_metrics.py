@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from toolkit.training.metrics import Log, Metrics
+from toolkit.training.metrics import Log, Metrics, Spikes
+from toolkit.training.step import Diverged
 
 RECORD = {"loss": 1.5, "grad_norm": 0.5, "learning_rate": 1e-4, "tokens": 10, "tokens_per_second": 5.0, "step_seconds": 2.0,
           "mfu": None, "memory_peak": 4096}  # fmt: skip
@@ -52,3 +53,32 @@ def test_evaluations_have_their_own_keys(accelerator: Any, tmp_path: Path) -> No
     with Metrics(Log(accelerator), accelerator, tmp_path / "m.jsonl", total=4, first=1, log_every=1) as metrics:
         metrics.evaluation(0, 2.5, 1234)
     assert records(tmp_path / "m.jsonl") == [{"step": 0, "eval_loss": 2.5, "eval_tokens": 1234}]
+
+
+def test_a_spike_is_said_once_and_noise_is_not(accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with Metrics(Log(accelerator), accelerator, tmp_path / "m.jsonl", total=40, first=1, log_every=99) as metrics:
+        for step in range(1, 41):
+            loss = 9.0 if step in (30, 31) else 2.0 + 0.3 * (step % 3)
+            metrics.step({"step": step, **RECORD, "loss": loss, "grad_norm": 50.0 if step == 35 else 1.0})
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("warning")]
+    assert len(said) == 2, said
+    assert said[0] == "warning: step 30: loss 9 is far above the last 29 steps (median 2.3)"
+    assert said[1].startswith("warning: step 35: grad_norm 50 is far above")
+
+
+def test_a_falling_loss_and_what_is_no_number_are_no_spikes() -> None:
+    spikes = Spikes("loss")
+    assert not any(spikes.seen(value) for value in [10.0 / step for step in range(1, 60)] + [math.nan, math.inf])
+
+
+def test_steps_that_an_overflow_undid_are_counted_and_end_the_run_when_nothing_else_happens(
+    accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(accelerator), "optimizer_step_was_skipped", True)
+    file = tmp_path / "m.jsonl"
+    with pytest.raises(Diverged, match="overflowed in each of the last 50 steps, up to step 50.*precision=bf16 or fp32"), \
+            Metrics(Log(accelerator), accelerator, file, total=99, first=1, log_every=99) as metrics:
+        for step in range(1, 99):
+            metrics.step({"step": step, **RECORD, "grad_norm": math.inf})
+    assert "step 3 changed nothing: the gradients overflowed (3 such steps so far)" in capsys.readouterr().out
+    assert len(records(file)) == 50

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import math
+import statistics
 import sys
 import time
+from collections import deque
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -13,10 +15,15 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from toolkit.training.heartbeat import Heartbeat
+from toolkit.training.step import Diverged
 from toolkit.units import format_duration, format_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
+
+_OVERFLOWS = 50
+"""So many steps that an overflow undid in a row end the run: a loss scale is found in fewer, or never."""
 
 
 def plain(value: Any) -> Any:
@@ -48,8 +55,36 @@ class Log:
             self.say(f"  {name:<11} {text}")
 
 
+class Spikes:
+    """Tells values that stand far above those of the last 50 steps."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.last: deque[float] = deque(maxlen=50)
+        self.quiet = 0
+
+    def seen(self, value: float) -> str | None:
+        """What is to be said of this value, or None. One spike makes one line, however long it lasts below ten steps.
+
+        Far above: beyond the median by six standard deviations (from the median deviation, which a few outliers leave as it
+        is) and by half of the median.
+        """
+        if not math.isfinite(value):
+            return None
+        text = None
+        if len(self.last) >= 10:
+            middle = statistics.median(self.last)
+            spread = 1.4826 * statistics.median(abs(item - middle) for item in self.last)
+            if value > middle + max(6 * spread, 0.5 * abs(middle)) and not self.quiet:
+                text = f"{self.name} {value:.4g} is far above the last {len(self.last)} steps (median {middle:.4g})"
+                self.quiet = 10
+        self.quiet = max(0, self.quiet - 1)
+        self.last.append(value)
+        return text
+
+
 class Metrics:
-    """metrics.jsonl and the tracker, and the progress of the loop."""
+    """metrics.jsonl and the tracker, the progress of the loop, and a voice when it goes wrong."""
 
     def __init__(self, log: Log, accelerator: Accelerator, file: Path, *, total: int, first: int,
                  log_every: int) -> None:
@@ -57,6 +92,9 @@ class Metrics:
         self.started = time.monotonic()
         self.task: Any = None
         self.file = None
+        self.heartbeat = Heartbeat(accelerator.process_index, accelerator.num_processes)
+        self.spikes = (Spikes("loss"), Spikes("grad_norm"))
+        self.skipped = self.skipped_in_a_row = 0
         if not log.main:
             return
         _keep_before(file, first)
@@ -70,8 +108,16 @@ class Metrics:
             log.bar.start()
 
     def step(self, record: dict[str, Any]) -> None:
-        """One optimizer step."""
+        """One optimizer step.
+
+        Raises:
+            Diverged: gradients have overflowed in so many steps that nothing is learned.
+        """
+        self.heartbeat.beat(record["step"], record["step_seconds"])
         self._write(record)
+        self._watch_overflow(record["step"])
+        for text in filter(None, [spikes.seen(record[spikes.name]) for spikes in self.spikes]):
+            self.log.say(f"warning: step {record['step']}: {text}")
         if not self.log.main:
             return
         text = (f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  norm {record['grad_norm']:.3f}"
@@ -83,8 +129,21 @@ class Metrics:
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """One evaluation."""
+        self.heartbeat.beat()
         self._write({"step": step, "eval_loss": loss, "eval_tokens": tokens})
         self.log.say(f"eval at step {step}: loss {loss:.4f} over {tokens:,} tokens")
+
+    def _watch_overflow(self, step: int) -> None:
+        """Count the steps that a gradient overflow undid; all ranks count alike. Raises Diverged after 50 in a row."""
+        if not self.accelerator.optimizer_step_was_skipped:
+            self.skipped_in_a_row = 0
+            return
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        self.log.say(f"step {step} changed nothing: the gradients overflowed ({self.skipped:,} such steps so far)")
+        if self.skipped_in_a_row >= _OVERFLOWS:
+            raise Diverged(f"the gradients overflowed in each of the last {_OVERFLOWS} steps, up to step {step}: fp16 does not "
+                           "hold this model's gradients; use precision=bf16 or fp32")
 
     def _write(self, record: dict[str, Any]) -> None:
         clean = {key: plain(value) for key, value in record.items()}
@@ -95,10 +154,12 @@ class Metrics:
             self.accelerator.log(numbers, step=record["step"])
 
     def __enter__(self) -> Metrics:
+        self.heartbeat.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  trace: TracebackType | None) -> None:
+        self.heartbeat.__exit__()
         if self.log.bar is not None:
             self.log.bar.stop()
             self.log.bar = None

@@ -136,7 +136,8 @@ class RunFolder:
         return [
             ("model", f"{config.model}: {format_count(parameters)} parameters{share}"),
             ("data", f"read as {facts['kind']}, trained on {facts['train_on']}: {facts['train_samples']:,} samples in "
-                     f"{facts['train_rows']:,} rows of {config.seq_len}" + self._asides(facts)),
+                     f"{facts['train_rows']:,} rows of {config.seq_len}, {format_count(facts['train_tokens'])} tokens, "
+                     f"{format_count(facts['train_targets'])} of them targets" + self._asides(facts)),
             ("evaluation", f"{facts['eval_samples']:,} samples every {config.eval_every} steps"
                            if data.evaluation else "none"),
             ("steps", f"{total_steps:,} ({total_steps / data.train.steps_per_epoch:.2f} epochs), "
@@ -154,7 +155,8 @@ class RunFolder:
     @staticmethod
     def _asides(facts: dict[str, Any]) -> str:
         notes = [f"{facts[name]:,} {text}" for name, text in (("truncated", "cut at the row's end"),
-                                                              ("dropped", "dropped as nothing in them is trained"))
+                                                              ("dropped", "dropped: too long, or nothing in them is trained"),
+                                                              ("skipped", "bad lines skipped"))
                  if facts.get(name)]
         return f" ({', '.join(notes)})" if notes else ""
 
