@@ -112,6 +112,8 @@ def spec_of(row: Row) -> ModelSpec:
               "max_position_embeddings": 1 << 20}  # fmt: skip
     if "litgpt" in row["source"].lower():
         config["tie_word_embeddings"] = False  # litgpt's GPT has a head of its own
+        if base["model_type"] == "phi":
+            config["hidden_act"] = "gelu_pytorch_tanh"  # litgpt calls torch's kernel; transformers' gelu_new is many operators
     config.setdefault("tie_word_embeddings", False)
     if base["model_type"] in ("gpt2", "gpt_bigcode"):
         config.update(n_embd=hidden, n_layer=layers, n_head=heads, n_inner=intermediate, tie_word_embeddings=True,

@@ -124,10 +124,11 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         # TRL does not prepare a model that FSDP will shard (trl/trainer/sft_trainer.py, is_sharded_qlora)
         upcast_rest=method == "qlora" and ("upcast" in precision or "4bit-transformers" in source)
         and "fsdp" not in row["strategy"].lower(),
+        saves_packed_inputs=bool(re.search(r"bitsandbytes 0\.(3\d|4[0-2])|^litgpt", row["software"].lower())),
         trainable_modules="embed_tokens,lm_head" if "trainable emb" in task else "",
         loss_code=loss_code,  # type: ignore[arg-type]
         triton_loss=bool(re.search(r"triton|fused ce", row["loss_impl"].lower())),
-        upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt", row["model"].lower()),
+        upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt|qwen-[\d_]+b", row["model"].lower()),
         kernels="fused-norm" if "foak" in loss_text + row["notes"].lower() else "liger" if "liger" in loss_text else "model",
         # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
         # own option wrap the layer inside the unit
@@ -138,6 +139,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         expert_loop="mixtral" in row["model"].lower(),
         cuda_modules="eager" if _eager_modules(row["software"]) else "lazy",
         shard_packed="torchtune" in source,
+        frozen_stays=bool(re.search(r"torch (1\.|2\.0)", row["software"].lower())),
         load_whole="litgpt resource" in source and "fsdp" in row["strategy"].lower(),
     )  # fmt: skip
 
@@ -173,6 +175,9 @@ def case_of(row: Row) -> Case:
     cluster = cluster_of(row)
     plan = _strategy(row, spec)
     method = _method(row)
+    if row["source"].startswith("Qwen README") and "gptq" in row["task"].lower() and plan.strategy == "single":
+        # finetune/finetune_qlora_single_gpu.sh passes finetune/ds_config_zero2.json, whose buckets are 2e8
+        plan = plan.with_(strategy="zero2", bucket=200_000_000)
     precision, weights = _precision(row, method, plan.strategy.startswith("zero"))
     loss, code = _loss(row)
     batch, length = _number(row["micro_batch"]), _number(row["seq_len"])

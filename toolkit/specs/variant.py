@@ -25,6 +25,9 @@ class Variant:
     adapter_dtype: AdapterDtype = "fp32"
     """peft casts trainable adapters to fp32 (autocast_adapter_dtype); other libraries leave them in the weights' dtype."""
     adapter_dropout: float = 0.0
+    saves_packed_inputs: bool = False
+    """True: a packed linear layer keeps its input for the backward although nothing uses it (bitsandbytes before 0.43,
+    `MatMul4Bit`: `ctx.tensors = (A, B)`; later ones keep `(None, B)`)."""
     upcast_rest: bool = False
     """True: what is not quantized is cast to fp32 (peft's prepare_model_for_kbit_training)."""
     trainable_modules: str = ""
@@ -54,6 +57,9 @@ class Variant:
     """eager: CUDA loads all kernels into the context, its default before 12.2 (CUDA_MODULE_LOADING)."""
     shard_packed: bool = False
     """True: packed 4-bit weights are sharded with the rest (FSDP1 with a floating quant_storage, torchao's NF4)."""
+    frozen_stays: bool = False
+    """True: FSDP1 reshards units with frozen parameters only when the whole backward is done (torch before 2.1,
+    pytorch/pytorch#95805 and #101982)."""
     load_whole: bool = False
     """True: a whole checkpoint is loaded into the sharded model, all units gathered at once."""
 

@@ -26,8 +26,9 @@ class _PackedMatmul(torch.autograd.Function):
     `unpacks` False as GPTQ's triton kernels (auto_gptq QuantLinearFunction): they unpack inside the product."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], unpacks: bool) -> torch.Tensor:
-        ctx.save_for_backward(packed)
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], unpacks: bool, keeps: bool
+                ) -> torch.Tensor:
+        ctx.save_for_backward(packed, *([x] if keeps else []))
         ctx.shape, ctx.unpacks = shape, unpacks
         if not unpacks:
             return x.new_empty((*x.shape[:-1], shape[0]))
@@ -37,9 +38,9 @@ class _PackedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         if not ctx.unpacks:
-            return grad.new_empty((*grad.shape[:-1], ctx.shape[1])), None, None, None
+            return grad.new_empty((*grad.shape[:-1], ctx.shape[1])), None, None, None, None
         weight = torch.empty(ctx.shape, dtype=grad.dtype)
-        return grad @ weight, None, None, None
+        return grad @ weight, None, None, None, None
 
 
 class _EightBitMatmul(torch.autograd.Function):
@@ -47,7 +48,7 @@ class _EightBitMatmul(torch.autograd.Function):
     unpacked to the input's dtype in the backward."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], _: bool) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], *_: bool) -> torch.Tensor:
         ctx.save_for_backward(packed)
         ctx.shape = shape
         quantized = torch.empty(x.shape, dtype=torch.int8)
@@ -59,16 +60,16 @@ class _EightBitMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
         weight = torch.empty(ctx.shape, dtype=grad.dtype)
-        return grad @ weight, None, None, None
+        return grad @ weight, None, None, None, None
 
 
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is packed, with the constants that its quantization keeps."""
 
-    def __init__(self, layer: nn.Linear, quantization: str) -> None:
+    def __init__(self, layer: nn.Linear, quantization: str, keeps_input: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.quantization = quantization
+        self.quantization, self.keeps_input = quantization, keeps_input
         count = layer.weight.numel()
         packed = torch.empty((count if quantization == "int8" else count // 2, 1), dtype=torch.uint8, device=layer.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -91,17 +92,18 @@ class PackedLinear(nn.Linear):
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
         product = _EightBitMatmul if self.quantization == "int8" else _PackedMatmul
-        out = product.apply(x, self.weight, (self.out_features, self.in_features), self.quantization != "gptq")
+        out = product.apply(x, self.weight, (self.out_features, self.in_features), self.quantization != "gptq",
+                            self.keeps_input)
         return out if self.bias is None else out + self.bias
 
 
-def _quantize(model: Any, quantization: str) -> None:
+def _quantize(model: Any, quantization: str, keeps_input: bool) -> None:
     """Pack every linear layer but the output layer, as `load_in_4bit` does."""
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and child is not head:
-                setattr(module, name, PackedLinear(child, quantization))
+            if isinstance(child, nn.Linear) and not isinstance(child, PackedLinear) and child is not head:
+                setattr(module, name, PackedLinear(child, quantization, keeps_input))
 
 
 class _LoopedExperts(nn.Module):
@@ -167,7 +169,7 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     if workload.method == "qlora":
-        _quantize(model, variant.quantization)
+        _quantize(model, variant.quantization, variant.saves_packed_inputs)
         if variant.upcast_rest:
             _upcast_rest(model)
     targets: Any = workload.lora_targets

@@ -167,7 +167,8 @@ class Fsdp1Engine(Engine):
     def backward_end(self, tape: Tape, module: str) -> None:
         unit = self.unit_of.get(module)
         if unit is not None and not unit.root and any(not p.trainable for p in unit.parameters):
-            self._reshard(tape, unit)  # a frozen unit: _register_post_backward_reshard_only_hook
+            if not self.workload.variant.frozen_stays:
+                self._reshard(tape, unit)  # a frozen unit: _register_post_backward_reshard_only_hook
             self.left = unit
 
     def _keep_inputs(self, tape: Tape) -> None:
@@ -201,7 +202,8 @@ class Fsdp1Engine(Engine):
             tape.alloc(("flat-gradient", unit.name), numel * size, "gradients", f"flat gradient of {what}")
             for p in mine:
                 self.drop_gradient(tape, p.name)
-        self._reshard(tape, unit)
+        if not (self.workload.variant.frozen_stays and len(unit.trainable) < len(unit.parameters)):
+            self._reshard(tape, unit)
         if not self.last and not self.plan.fsdp.sync_each_micro_batch:
             return  # no_sync keeps the unsharded gradient; a later one is added to it
         shard = self.shard_numel(mine)
