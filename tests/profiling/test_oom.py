@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -99,7 +100,8 @@ def test_a_launched_run_says_it_once(tiny_model: Path, tmp_path: Path) -> None:
     limited = ["bash", "-c", 'ulimit -v 8000000; exec "$@"', "bash", *words]
     done = subprocess.run(limited, cwd=ROOT, capture_output=True, text=True, timeout=200, env=quiet)
     output = done.stdout + done.stderr
-    assert done.returncode != 0 and output.count("error: out of memory in forward of step 1") == 1, output
+    said = re.findall("error: out of memory on rank [01] of 2 in forward of step 1", output)
+    assert done.returncode != 0 and len(said) == 1, output
     assert "(model.layers.0.self_attn)" in output and "  asked for " in output and "  predicted  " in output
     assert "can't allocate" not in output
     assert output.count("  try next  ") >= 1 and "micro_batch=" in output.split("  try next  ", 1)[1]

@@ -175,6 +175,21 @@ def test_folders_that_are_none_and_places_that_cannot_be_written(run_folder: Pat
     assert capsys.readouterr().err.count("\n") == 3
 
 
+def test_a_run_that_failed_and_a_profiled_command(run_folder: Path, tmp_path: Path) -> None:
+    failed = {"schema": 1, "where": "forward of step 2", "rank": 1, "module": "model.norm", "asked": 1 << 20,
+              "allocated": 1 << 30, "groups": [["parameters", 1 << 29]], "reserved": None}
+    (run_folder / "out_of_memory.json").write_text(json.dumps(failed), encoding="utf-8")
+    assert toolkit("report", run_folder, "--html", tmp_path / "out.html") == 0
+    found = elements(tmp_path / "out.html")
+    assert "Out of memory" in found.text and "Rank 1, forward of step 2, model.norm." in found.text and "512 MiB" in found.text
+    rank = {"rank": 3, "steps": 2, "peak": 2048, "first_step_peak": 1024, "resident": 512, "peaks": [1024, 2048]}
+    profile = {"schema": 1, "command": ["python", "<my>.py"], "ranks": [rank]}
+    (tmp_path / "profile.json").write_text(json.dumps(profile), encoding="utf-8")
+    assert toolkit("report", tmp_path / "profile.json", "--html", tmp_path / "out.html") == 0
+    found = elements(tmp_path / "out.html")
+    assert "python '<my>.py'" in found.text and "rank 3" in found.text and "Peak of each step" in found.text
+
+
 def test_a_broken_part_is_named_and_the_rest_is_shown(run_folder: Path, tmp_path: Path) -> None:
     (run_folder / "memory.json").write_text("{", encoding="utf-8")
     assert toolkit("report", run_folder, "--html", tmp_path / "out.html") == 0

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def report(
     source: Annotated[Path, typer.Argument(metavar="RUN_OR_JSON", help="A run folder, a folder of recommend --write, or the JSON "
-                                           "of recommend, estimate or scaling.")],
+                                           "of recommend, estimate, scaling or profile.")],
     html: Annotated[Path, typer.Option("--html", help="The page to write.", rich_help_panel=o.OUT)],
     json: o.Json = False,
 ) -> int:

@@ -69,7 +69,9 @@ def add_page(result: Recommendation, folder: Path) -> tuple[Recommendation, dict
 def page(source: Source) -> str:
     """The page's text."""
     title, lead = _headline(source)
-    sections = [(_plans(source), "plans", "Memory by plan"), (_timeline(source), "time", "Two steps, allocation by allocation"),
+    sections = [(_failed(source), "failed", "Out of memory"), (_plans(source), "plans", "Memory by plan"),
+                (_profile(source), "profile", "Memory by rank"),
+                (_timeline(source), "time", "Two steps, allocation by allocation"),
                 (_measured(source), "measured", "Predicted and measured"), (_peaks(source), "peaks", "Peak of each step"),
                 (_scaling(source), "scaling", "Throughput from one GPU to many"),
                 (_commands(source), "commands", "How to run it"), (_notes(source), "notes", "Left out")]
@@ -87,7 +89,8 @@ def _headline(source: Source) -> tuple[str, str]:
     if estimate is None:
         label = (source.plan or {}).get("label")
         model = source.run.get("model")
-        title = f"{model} under {label}" if model and label else str(label or source.name)
+        command = (source.profile or {}).get("command")
+        title = f"{model} under {label}" if model and label else str(label or (shlex.join(command) if command else source.name))
         return title, f'<p class="dim">{escape(source.name)}</p>'
     model, work, cluster = estimate["model"], estimate["workload"], estimate["cluster"]
     on = f"{cluster['world_size']} x {cluster['gpu']['name']}"
@@ -173,8 +176,32 @@ def _measured(source: Source) -> str:
     return out + (f'<p class="dim">Measured is {kind}.</p>' if kind else "")
 
 
+def _failed(source: Source) -> str:
+    found = source.failed
+    if found is None:
+        return ""
+    names = [("asked for", "asked"), ("tensors", "allocated"), ("reserved by the allocator", "reserved"),
+             ("of it unused", "fragmentation"), ("outside", "outside"), ("capacity", "capacity")]
+    rows = [[name, format_size(found[key])] for name, key in names if found.get(key) is not None]
+    rows += [[name, format_size(size)] for name, size in (found.get("groups") or [])]
+    where = f"Rank {found.get('rank', 0)}, {found.get('where', '')}" + (f", {found['module']}" if found.get("module") else "")
+    alive = table("When the allocation failed, and what was alive", ["what", "size"], rows)
+    return f'<p class="bad">{escape(where)}.</p>{alive}'
+
+
+def _profile(source: Source) -> str:
+    ranks = (source.profile or {}).get("ranks") or []
+    if not ranks:
+        return ""
+    rows = [[f"rank {r['rank']}", f"{r['steps']:,}", format_size(r["peak"]), format_size(r["first_step_peak"]),
+             format_size(r["resident"])] for r in ranks]
+    return table("Per rank, the worst first", ["rank", "steps", "peak", "first step", "after a step"], rows)
+
+
 def _peaks(source: Source) -> str:
     points = [(float(r["step"]), float(r["memory_peak"])) for r in source.steps if r.get("memory_peak")]
+    if not points and source.profile and source.profile.get("ranks"):
+        points = [(float(i), float(peak)) for i, peak in enumerate(source.profile["ranks"][0]["peaks"], 1)]
     if len(points) < 2:
         return ""
     every = -(-len(points) // STEPS_SHOWN)

@@ -15,7 +15,7 @@ SCHEMA = 1
 POINTS = 600
 SPLIT = 10
 """Plans whose bars are split into terms."""
-FILES = ("recommendation.json", "plan.json", "memory.json", "metrics.jsonl")
+FILES = ("recommendation.json", "plan.json", "memory.json", "metrics.jsonl", "out_of_memory.json", "profile.json")
 """What is read of a folder; any of them is enough."""
 Spec = TypeVar("Spec")
 
@@ -34,6 +34,10 @@ class Source:
     curves: list[dict[str, Any]] = field(default_factory=list)
     memory: dict[str, Any] | None = None
     """A run's memory.json."""
+    failed: dict[str, Any] | None = None
+    """A run's out_of_memory.json."""
+    profile: dict[str, Any] | None = None
+    """What `toolkit profile` wrote."""
     plan: dict[str, Any] | None = None
     """The plan as a run's live engine had it."""
     steps: list[dict[str, Any]] = field(default_factory=list)
@@ -88,6 +92,10 @@ def _folder(path: Path) -> Source:
                 take(found, _json(path / name, name))
             elif name == "plan.json":
                 found.plan = _json(path / name, name)
+            elif name == "out_of_memory.json":
+                found.failed = _json(path / name, name)
+            elif name == "profile.json":
+                found.profile = _json(path / name, name)
             else:
                 found.memory = _json(path / name, name)
         except UserError as error:
@@ -119,10 +127,12 @@ def take(found: Source, content: dict[str, Any]) -> None:
         found.estimate = content["recommended"] or content.get("closest")
     elif "memory" in content and "plan" in content:
         found.estimate = content
+    elif "ranks" in content and "command" in content:
+        found.profile = content
     elif "curves" in content:
         found.curves = list(content["curves"])
     else:
-        raise UserError(f"report {found.name}: it is not the JSON of recommend, estimate or scaling, nor part of a run folder")
+        raise UserError(f"report {found.name}: it is not the JSON of recommend, estimate, scaling or profile")
     found.timeline = content.get("timeline", found.timeline)
     found.curves = content.get("scaling") or found.curves
 

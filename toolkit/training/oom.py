@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from toolkit.profiling.oom import PostMortem, examine
 from toolkit.training.accelerator import launch_file
 from toolkit.training.lighter import Lighter, lighter_or_none
 from toolkit.training.run_folder import write_json
-from toolkit.training.start import on_out_of_memory
+from toolkit.training.start import on_out_of_memory, rank, world_size
 from toolkit.units import format_size
 
 if TYPE_CHECKING:
@@ -31,7 +31,7 @@ def explain_out_of_memory(preflight: Preflight, memory: MemoryWatch) -> None:
         if memory.phase == "between":
             where = f"step {len(memory.peaks) + 1}"
         lines = [*found.lines(), *_predicted(preflight, memory)]
-        _keep(Path(preflight.config.output), found, where, preflight)
+        _keep(Path(preflight.config.output), {"where": where, "rank": rank(), "predicted": preflight.figures, **found.to_json()})
         # The planner needs memory too: what the failed call holds can go now.
         error.__traceback__ = None
         memory.model = model = None
@@ -40,7 +40,8 @@ def explain_out_of_memory(preflight: Preflight, memory: MemoryWatch) -> None:
         asked = f", {format_size(found.asked)} more were asked for" if found.asked else ""
         at = f" ({found.module})" if found.module else ""
         held = f"{format_size(found.allocated)} of tensors"
-        return f"out of memory in {where}{at}: {held} were alive{asked}", lines
+        who = f" on rank {rank()} of {world_size()}" if world_size() > 1 else ""
+        return f"out of memory{who} in {where}{at}: {held} were alive{asked}", lines
 
     on_out_of_memory(explain)
 
@@ -64,11 +65,10 @@ def _next(preflight: Preflight, state: PostMortem) -> list[Lighter]:
     return [option for option in found if option.fits][:3]
 
 
-def _keep(folder: Path, found: PostMortem, where: str, preflight: Preflight) -> None:
+def _keep(folder: Path, record: dict[str, Any]) -> None:
     """out_of_memory.json in the run folder; a run folder that can't be written is no reason to say less."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        record = {"schema": 1, "where": where, "predicted": preflight.figures, **found.to_json()}
-        write_json(folder / "out_of_memory.json", record)
+        write_json(folder / "out_of_memory.json", {"schema": 1, **record})
     except OSError:
         return
