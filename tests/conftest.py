@@ -133,8 +133,9 @@ def free_port() -> int:
 
 def launch_recipe(folder: Path, model: Path, data: Path, strategy: str, *, processes: int | None = None,
                   flags: tuple[str, ...] = (), env: dict[str, str] | None = None, file_limit: int | None = None,
-                  **keys: Any) -> Run:
-    """Run the recipe by way of `accelerate launch` in `folder`; `file_limit` bounds every file it writes, in KiB."""
+                  script: Path = ROOT / "recipes" / "train.py", **keys: Any) -> Run:
+    """Run the recipe, or another script that takes its keys, by way of `accelerate launch` in `folder`; `file_limit`
+    bounds every file it writes, in KiB."""
     file = Path(strategy) if strategy.endswith(".yaml") else ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"
     number = processes or (1 if strategy == "single" else 2)
     values = {
@@ -142,7 +143,7 @@ def launch_recipe(folder: Path, model: Path, data: Path, strategy: str, *, proce
         "precision": "fp32", "learning_rate": 1e-3, "tracker": "none", "export": False, **keys,
     }  # fmt: skip
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes",
-             str(number), "--main_process_port", str(free_port()), *flags, str(ROOT / "recipes" / "train.py")]
+             str(number), "--main_process_port", str(free_port()), *flags, str(script)]
     words += [f"{key}={'null' if value is None else value}" for key, value in values.items()]
     if file_limit is not None:
         words = ["bash", "-c", f'ulimit -f {file_limit}; exec "$@"', "bash", *words]
