@@ -17,6 +17,7 @@ from toolkit.errors import UserError
 from toolkit.specs import Plan
 from toolkit.training.accelerator import tracker_of
 from toolkit.training.config import TrainConfig
+from toolkit.training.lock import hold
 from toolkit.units import format_count, format_size
 
 if TYPE_CHECKING:
@@ -83,8 +84,13 @@ class RunFolder:
         self.path = Path(config.output)
 
     def write(self, plan: Plan, model: Any, data: Data) -> None:
-        """Create the folder with config.yaml, plan.json and run.json, and start the tracker. Every rank
-        must call it."""
+        """Create the folder with config.yaml, plan.json and run.json, hold it, and start the tracker. Every
+        rank must call it.
+
+        Raises:
+            UserError: another run holds the folder.
+        """
+        hold(self.path, self.accelerator)
         if self.accelerator.is_main_process:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.path / "config.yaml", self.config.to_yaml())
