@@ -53,6 +53,7 @@ class Estimator:
         self._programs: dict[Any, Program] = {}
         self._quick: dict[Any, Program] = {}
         self._compact: dict[Any, CompactSource] = {}
+        self._memories: dict[Any, MemoryEstimate] = {}
 
     def trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> ModelTrace:
         """The model's trace under the numerics of the plan's engine."""
@@ -107,20 +108,23 @@ class Estimator:
             UserError: the model does not trace, or plan and workload exclude each other.
         """
         from toolkit.strategies import check_plan
-        from toolkit.strategies.lowering import lower
+        from toolkit.strategies.lowering import PLAYED_MICRO_BATCHES, lower
 
         check_plan(plan, workload, cluster)
         kind = engine_class(plan)
         numerics = kind.numerics(workload, plan, _device(cluster))
         program = (self._full_program if detail else self._quick_program)(workload, numerics, kind)
-        engine = kind(program.trace, workload, plan, cluster)
-        tape = lower(program, engine)
+        # A sweep over the accumulation plays the same micro-batches again and again: only the time differs.
+        key = (workload.with_(accumulate=min(workload.accumulate, PLAYED_MICRO_BATCHES)), plan, cluster, detail)
+        if key not in self._memories:
+            engine = kind(program.trace, workload, plan, cluster)
+            self._memories[key] = _memory(lower(program, engine), engine, cluster, plan, detail)
         return Estimate(
             model=_facts(self.model, program.trace),
             workload=workload,
             cluster=cluster,
             plan=plan,
-            memory=_memory(tape, engine, cluster, plan, detail),
+            memory=self._memories[key],
             time=step_time(program.trace, workload, plan, cluster),
         )
 

@@ -17,6 +17,8 @@ from toolkit.timeline.tracing import Numerics
 
 STEPS = 2
 """Optimizer steps that are played: the first creates states and records orders, the second is steady under every engine."""
+PLAYED_MICRO_BATCHES = 3
+"""Of each step: the first, an inner and the last one; the other inner ones are alike."""
 
 
 @dataclass
@@ -137,7 +139,7 @@ def lower(program: Program, engine: Engine) -> Tape:
     one are played: the inner ones are alike."""
     tape = Tape(program)
     engine.setup(tape)
-    micro_batches = min(engine.workload.accumulate, 3)
+    micro_batches = min(engine.workload.accumulate, PLAYED_MICRO_BATCHES)
     for _ in range(STEPS):
         tape.step_begins()
         for i in range(micro_batches):
