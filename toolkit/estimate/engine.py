@@ -213,6 +213,8 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
             category, what, _ = tape.table.labels[number]
             breakdown[category] += int(size)
             groups[category, what] = groups.get((category, what), 0) + int(size)
+    if not detail:
+        _without_debts(breakdown)
     largest = sorted(((c, w, n) for (c, w), n in groups.items() if n > 0), key=lambda g: -g[2])
     reserved = peak
     if not cluster.gpu.is_cpu:
@@ -236,6 +238,18 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
         nvme=engine.host.nvme * cluster.gpus_per_node,
         notes=tuple(engine.notes()),
     )
+
+
+def _without_debts(breakdown: dict[str, int]) -> None:
+    """Settle negative terms against the largest one.
+
+    The folded program books what the model's code does between two of the engine's actions under one label, so a storage may be
+    born under one and die under another; the sum is exact.
+    """
+    for category, size in list(breakdown.items()):
+        if size < 0:
+            breakdown[category] = 0
+            breakdown[max(breakdown, key=lambda c: breakdown[c])] += size
 
 
 def _guess_reserved(peak: int) -> int:
