@@ -97,13 +97,17 @@ class CompactSource:
         first: list[int] = []
         second: list[int] = []
         open_piece = False
+        largest = 0
         for i, item in enumerate(one.items):
             if isinstance(item, Memory):
                 if not open_piece:
-                    open_piece = True
+                    open_piece, largest = True, 0
                     self.plan.append(len(starts))
                     starts.append(len(first))
-                    labels.append(self.table.number(item.category, item.module, item.phase))
+                    labels.append(-1)
+                if abs(item.delta) > largest or labels[-1] < 0:  # a piece goes by the name of its largest event
+                    largest = abs(item.delta)
+                    labels[-1] = self.table.number(item.category, item.module, item.phase)
                 first.append(item.delta)
                 if two is not None:
                     second.append(two.items[i].delta)  # type: ignore[union-attr]
