@@ -129,7 +129,7 @@ def main(arguments: list[str]) -> None:
             seconds = time.perf_counter() - started
             metrics.step({
                 "step": step, "loss": loss, "grad_norm": grad_norm, "learning_rate": rate, "tokens": tokens,
-                "tokens_per_second": tokens / seconds, "step_seconds": seconds, "mfu": folder.mfu(tokens, seconds),
+                "tokens_per_second": tokens / seconds, "step_seconds": seconds, "mfu": preflight.mfu(tokens / seconds),
                 "memory_peak": memory.end_step(), "target_tokens": targets,
             })  # fmt: skip
             if config.profile and len(memory.peaks) == STEADY_FROM:

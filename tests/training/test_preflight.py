@@ -102,3 +102,10 @@ def test_a_launched_run_stops_before_its_weights(launch: Callable[..., Any], tmp
     assert run.output.count("error: this run does not fit") == 1, run.output
     assert "lighter: " in run.output and "recipes/train.py\", line" not in run.output  # the traceback is the launcher's
     assert "pre-flight: " in run.output and not (run.folder / "metrics.jsonl").exists()
+
+
+def test_utilisation_follows_the_speed_and_is_not_claimed_on_a_cpu(look: Any) -> None:
+    preflight, _ = look(1 << 40)
+    assert preflight.mfu(1000.0) is None
+    preflight.made = SimpleNamespace(time=SimpleNamespace(mfu=0.4, tokens_per_second=2000.0))
+    assert preflight.mfu(1000.0) == pytest.approx(0.2)

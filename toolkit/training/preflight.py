@@ -131,6 +131,16 @@ class Preflight:
         timeline = estimator.timeline(self.workload, plan, self.cluster)
         return {**found.to_json()["memory"], "timeline": timeline}
 
+    def mfu(self, tokens_per_second: float) -> float | None:
+        """Model FLOPs utilisation of the run at this speed, 0 to 1; None on a CPU and on ranks without an estimate.
+
+        The estimate says which speed would be which utilisation; the two are proportional.
+        """
+        time = self.made.time if self.made is not None else None
+        if time is None or time.mfu is None:
+            return None
+        return time.mfu * tokens_per_second / time.tokens_per_second
+
 
 def _asked_plan(config: TrainConfig, spec: ModelSpec) -> Plan:
     """The plan as the launch file has it, before anything is prepared.

@@ -165,7 +165,3 @@ class RunFolder:
                                                               ("skipped", "bad lines skipped"))
                  if facts.get(name)]
         return f" ({', '.join(notes)})" if notes else ""
-
-    def mfu(self, tokens: int, seconds: float) -> float | None:
-        """Model FLOPs utilisation of one device, 0 to 1; None where the device's peak is not known."""
-        return None
