@@ -8,6 +8,7 @@ import statistics
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,12 @@ if TYPE_CHECKING:
 
 _OVERFLOWS = 50
 """So many steps that an overflow undid in a row end the run: a loss scale is found in fewer, or never."""
+
+_SHOWN: dict[str, Callable[[Any], str]] = {
+    "loss": "loss {:.4f}".format, "learning_rate": "lr {:.2e}".format, "grad_norm": "norm {:.3f}".format,
+    "tokens_per_second": "{:,.0f} tok/s".format, "memory_peak": format_size,
+}  # fmt: skip
+"""What of a step's record a line of the log shows."""
 
 
 def plain(value: Any) -> Any:
@@ -108,7 +115,7 @@ class Metrics:
             log.bar.start()
 
     def step(self, record: dict[str, Any]) -> None:
-        """One optimizer step.
+        """One optimizer step: step, loss, grad_norm, step_seconds, and whatever else there is to write.
 
         Raises:
             Diverged: gradients have overflowed in so many steps that nothing is learned.
@@ -120,8 +127,7 @@ class Metrics:
             self.log.say(f"warning: step {record['step']}: {text}")
         if not self.log.main:
             return
-        text = (f"loss {record['loss']:.4f}  lr {record['learning_rate']:.2e}  norm {record['grad_norm']:.3f}"
-                f"  {record['tokens_per_second']:,.0f} tok/s  {format_size(record['memory_peak'])}")
+        text = "  ".join(write(record[name]) for name, write in _SHOWN.items() if name in record)
         if self.log.bar is not None:
             self.log.bar.update(self.task, completed=record["step"], description=text)
         elif record["step"] % self.log_every == 0 or record["step"] == self.total:
