@@ -46,22 +46,20 @@ def test_what_cannot_be_engaged_is_said() -> None:
 def test_the_script_of_the_page_runs_on_two_processes_and_resumes(
     tiny_model: Path, tmp_path: Path, free_port: int
 ) -> None:
-    script = tmp_path / "own.py"
+    script, run = tmp_path / "own.py", tmp_path / "run"
     code = re.search(r"```python\n(.*?)```", PAGE, re.DOTALL)
     assert code is not None
-    script.write_text(code[1], encoding="utf-8")
 
     def launch(strategy: str, steps: int) -> list[dict[str, Any]]:
-        changed = re.sub(r"STEPS, ROWS, ACCUMULATE, CLIP = \d+, \d+", f"STEPS, ROWS, ACCUMULATE, CLIP = {steps}, 2", code[1])
-        script.write_text(changed, encoding="utf-8")
-        words = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2",
-                 "--config_file", f"{ROOT}/recipes/accelerate/{strategy}.yaml", "--main_process_port", str(free_port),
-                 str(script), str(tiny_model), str(tmp_path / "run")]
+        script.write_text(code[1].replace("CLIP = 4,", f"CLIP = {steps},"), encoding="utf-8")
+        file = ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"
+        words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(file), "--num_processes", "2",
+                 "--main_process_port", str(free_port), str(script), str(tiny_model), str(run)]
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
                        "PYTHONPATH": str(ROOT)}
         done = subprocess.run(words, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=200)
         assert done.returncode == 0, done.stdout + done.stderr
-        return [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+        return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
     first = launch("fsdp", 2)
     assert [record["step"] for record in first] == [1, 2]
