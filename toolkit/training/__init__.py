@@ -12,19 +12,20 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from toolkit.training.accelerator import verify_engine
     from toolkit.training.checkpoint import Checkpoints, Identity, Progress
-    from toolkit.training.loss import attach_loss, summed_loss
+    from toolkit.training.loss import attach_loss
     from toolkit.training.metrics import Log, Metrics
     from toolkit.training.own import engage, loss_scale, strategy_of
+    from toolkit.training.start import run
     from toolkit.training.step import across_ranks, check_finite, gradient_norm
 
 __all__ = [
     "Checkpoints", "Identity", "Log", "Metrics", "Progress", "across_ranks", "attach_loss", "check_finite", "engage",
-    "gradient_norm", "loss_scale", "strategy_of", "summed_loss", "verify_engine",
+    "gradient_norm", "loss_scale", "run", "strategy_of", "verify_engine",
 ]  # fmt: skip
 
 _HOME = {
     "Checkpoints": "checkpoint", "Identity": "checkpoint", "Progress": "checkpoint", "Log": "metrics", "Metrics": "metrics",
-    "across_ranks": "step", "check_finite": "step", "gradient_norm": "step", "attach_loss": "loss", "summed_loss": "loss",
+    "across_ranks": "step", "check_finite": "step", "gradient_norm": "step", "attach_loss": "loss", "run": "start",
     "engage": "own", "loss_scale": "own", "strategy_of": "own", "verify_engine": "accelerator",
 }  # fmt: skip
 
