@@ -17,6 +17,9 @@ CHAT = {"messages": [{"role": "user", "content": "What does len do?"}, {"role": 
 def offline_with_a_cache_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    # Libraries that are imported already have read the variable: without this they try a network that is not there for a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture

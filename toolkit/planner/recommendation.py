@@ -93,7 +93,7 @@ def _in_detail(search: Search, result: Evaluated, results: list[Evaluated]) -> t
 def _checked_choice(search: Search, results: list[Evaluated]) -> tuple[Evaluated | None, list[Evaluated]]:
     """The choice that still fits when it is estimated in detail: the allocator's rounding may tip one that just fitted.
 
-    Before a plan is given up, its smaller micro-batches are tried.
+    Before a plan is given up, its smaller micro-batches are tried, then more aids on its rung.
     """
     checked: set[int] = set()
     while (chosen := choose(results, search.request.prefer)) is not None:
@@ -106,6 +106,8 @@ def _checked_choice(search: Search, results: list[Evaluated]) -> tuple[Evaluated
             if smaller is not None:
                 results = [smaller if r is detailed else r for r in results]
                 checked.add(id(smaller))
+            else:
+                results = sorted([*results, *search.more_aids(detailed.candidate)], key=lambda r: r.candidate.order)
     return None, results
 
 

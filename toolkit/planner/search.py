@@ -77,6 +77,8 @@ class Search:
         self.estimator = Estimator(request.model)
         self.progress = progress or (lambda _: None)
         self.estimates = 0
+        self.spare: dict[object, list[Candidate]] = {}
+        """Per rung the candidates that were not needed: more aids than a plan of that rung that fits."""
 
     def evaluate(self, candidate: Candidate, *, detail: bool = False) -> Evaluated:
         """One candidate's estimate held against memory and margin."""
@@ -117,6 +119,14 @@ class Search:
                 return result
         return None
 
+    def more_aids(self, candidate: Candidate) -> list[Evaluated]:
+        """What was not needed on the candidate's rung, up to the first that fits; for when the candidate does not after all."""
+        spare = self.spare.get((candidate.rung.strategy, candidate.cluster.world_size), [])
+        found: list[Evaluated] = []
+        while spare and not (found and found[-1].fits):
+            found.append(self.best_micro_batch(spare.pop(0)))
+        return found
+
     def run(self) -> list[Evaluated]:
         """The candidates, in the order of the ladder.
 
@@ -131,6 +141,7 @@ class Search:
                                     allow_offload=request.allow_offload, every_count=request.prefer == "fewest-gpus"):
             rung = (candidate.rung.strategy, candidate.cluster.world_size)
             if any(r.fits and (r.candidate.rung.strategy, r.candidate.cluster.world_size) == rung for r in results):
+                self.spare.setdefault(rung, []).append(candidate)
                 continue
             if rung in hopeless and candidate.plan.offload == "none":
                 hopeless[rung].append(candidate)
