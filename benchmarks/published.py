@@ -1,6 +1,6 @@
 """How far the estimates are from figures that others published from real GPUs.
 
-    python benchmarks/published.py FILE.csv [--json] [--processes N] [--only TEXT]
+    python benchmarks/published.py [FILE.csv] [--json] [--processes N] [--only TEXT]
 
 Each row (columns as in benchmarks/data/gpu_rows.csv) becomes a model spec, workload, cluster and plan and is compared with
 the quantity that it measured. Rows that can't be expressed are listed with the reason. Errors are in percent of the
@@ -157,7 +157,8 @@ def show(results: list[Result], figures: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", type=Path, help="a CSV file with the columns of benchmarks/data/gpu_rows.csv")
+    parser.add_argument("file", type=Path, nargs="?", default=HERE / "data" / "gpu_rows.csv",
+                        help="a CSV file with the columns of benchmarks/data/gpu_rows.csv")
     parser.add_argument("--json", action="store_true", help="print the figures as one JSON object")
     parser.add_argument("--processes", type=int, default=2, help="1 or 2")
     parser.add_argument("--only", default="", help="only rows whose id or source contains this; nothing is written then")

@@ -127,9 +127,13 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         saves_packed_inputs=bool(re.search(r"bitsandbytes 0\.(3\d|4[0-2])|^litgpt", row["software"].lower())),
         trainable_modules="embed_tokens,lm_head" if "trainable emb" in task else "",
         loss_code=loss_code,  # type: ignore[arg-type]
-        triton_loss=bool(re.search(r"triton|fused ce", row["loss_impl"].lower())),
+        # torchtune compiles the cross entropy of a chunk where it compiles the model
+        triton_loss=bool(re.search(r"triton|fused ce", loss_text)) or (loss_code == "chunks" and row["torch_compile"] == "yes"),
         upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt|qwen-[\d_]+b", row["model"].lower()),
-        kernels="fused-norm" if "foak" in loss_text + row["notes"].lower() else "liger" if "liger" in loss_text else "model",
+        # llm-foundry's models have norm_type low_precision_layernorm
+        kernels="fused-norm" if re.search("foak|mpt-", (loss_text + row["notes"] + row["model"]).lower())
+        # a compiled layer saves what its products need and recomputes the rest (functorch's min-cut partitioner)
+        else "liger" if "liger" in loss_text or row["torch_compile"] in ("yes", "per-block") else "model",
         # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
         # own option wrap the layer inside the unit
         reentrant=bool(re.search(r"^fms|^peft|factory", source)),
@@ -139,6 +143,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         expert_loop="mixtral" in row["model"].lower(),
         cuda_modules="eager" if _eager_modules(row["software"]) else "lazy",
         shard_packed="torchtune" in source,
+        reduce_fp32="fp32 reduce" in precision,
         frozen_stays=bool(re.search(r"torch (1\.|2\.0)", row["software"].lower())),
         load_whole="litgpt resource" in source and "fsdp" in row["strategy"].lower(),
     )  # fmt: skip

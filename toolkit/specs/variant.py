@@ -38,11 +38,13 @@ class Variant:
     cross entropy over 8 chunks of whole logits; native: whole logits in the model's dtype and their cross entropy in
     chunks of 128 positions in that dtype (litgpt)."""
     triton_loss: bool = False
-    """True: unsloth's cross entropy, which writes the gradient over the logits, in place of torch's."""
+    """True: one kernel for the cross entropy, which keeps the logits as they are and writes the gradient over them
+    (unsloth's; torch.compile's of torchtune's chunks)."""
     upcast_logits: bool = True
     """False: the model's own code does not make its logits fp32 (GPT-BigCode, GPT-2 and BLOOM before transformers 4.49)."""
     kernels: Kernels = "model"
-    """fused-norm: RMSNorm as one kernel that saves its input (unsloth's); liger: that, and SwiGLU that saves gate and up."""
+    """fused-norm: norms as one kernel that saves its 16-bit input (unsloth's, llm-foundry's
+    low_precision_layernorm); liger: that, and SwiGLU that saves gate and up."""
     reentrant: bool = False
     """True: torch's reentrant checkpointing (the default of Hugging Face's Trainer to transformers 4.5x)."""
     keep_logits: bool = False
@@ -57,6 +59,8 @@ class Variant:
     """eager: CUDA loads all kernels into the context, its default before 12.2 (CUDA_MODULE_LOADING)."""
     shard_packed: bool = False
     """True: packed 4-bit weights are sharded with the rest (FSDP1 with a floating quant_storage, torchao's NF4)."""
+    reduce_fp32: bool = False
+    """True: FSDP2 reduces gradients in fp32 under mixed precision (torchtitan); Accelerate reduces them in the low precision."""
     frozen_stays: bool = False
     """True: FSDP1 reshards units with frozen parameters only when the whole backward is done (torch before 2.1,
     pytorch/pytorch#95805 and #101982)."""

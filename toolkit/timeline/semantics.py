@@ -81,6 +81,9 @@ def _fuse_kernels(model: Any, swiglu: bool) -> None:
         name = type(module).__name__
         if name.endswith("RMSNorm") and getattr(module, "weight", None) is not None:
             module.forward = MethodType(lambda self, x: _FusedNorm.apply(x, self.weight), module)
+        elif name == "LayerNorm":
+            module.forward = MethodType(
+                lambda self, x: torch.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias, self.eps), module)
         elif swiglu and all(hasattr(module, part) for part in ("gate_proj", "up_proj", "down_proj")):
             module.forward = MethodType(
                 lambda self, x: self.down_proj(_FusedSwiglu.apply(self.gate_proj(x), self.up_proj(x))), module)
@@ -294,7 +297,7 @@ def _loss_of(box: list[torch.Tensor], labels: torch.Tensor, variant: Variant) ->
     if box[0].dim() == 2:
         return F.cross_entropy(box[0], labels)
     if variant.loss_code == "chunks":
-        return _in_pieces(box[0].chunk(8, dim=1), labels.chunk(8, dim=1), True)
+        return _in_pieces(box[0].chunk(8, dim=1), labels.chunk(8, dim=1), not variant.triton_loss, variant.triton_loss)
     if variant.loss_code == "native":
         return _in_pieces(box[0].split(128, dim=1), labels.split(128, dim=1), False)
     if variant.loss_code == "upcast" and variant.upcast_logits:
@@ -324,11 +327,16 @@ class _TritonCrossEntropy(torch.autograd.Function):
         return ctx.saved_tensors[0]
 
 
-def _in_pieces(parts: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...], upcast: bool) -> torch.Tensor:
-    """Cross entropy piece by piece: torchtune's CEWithChunkedOutputLoss in fp32, litgpt's chunked_cross_entropy in 16 bits."""
+def _in_pieces(parts: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...], upcast: bool, kernel: bool = False
+               ) -> torch.Tensor:
+    """Cross entropy piece by piece: torchtune's CEWithChunkedOutputLoss in fp32 (compiled: one kernel that keeps the 16-bit
+    logits), litgpt's chunked_cross_entropy in 16 bits."""
     total = torch.zeros((), dtype=torch.float32)
     for part, target in zip(parts, targets, strict=False):
         rows = part.reshape(-1, part.size(-1))
+        if kernel:
+            total = total + _TritonCrossEntropy.apply(rows).sum()
+            continue
         total = total + F.cross_entropy(rows.float() if upcast else rows, target.reshape(-1), reduction="sum")
     return total
 

@@ -17,6 +17,8 @@ from toolkit.timeline.trace import Mark, ModelTrace, ParameterInfo
 from toolkit.timeline.tracing import Numerics
 
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
+GATHER_STREAM, REDUCE_STREAM = 1, 2
+"""Outputs of all-gathers and reduce-scatters are allocated on streams of their own (`foreach_all_gather`, `foreach_reduce`)."""
 
 
 @dataclass
@@ -52,6 +54,7 @@ class FsdpEngine(Engine):
         self.shard = self.world
         if plan.strategy == "hsdp":
             self.shard = min(plan.shard_size or cluster.gpus_per_node, self.world)
+        self.offload = plan.offload == "all" and self.device != "cpu"
         self.units = self._carve()
         self.unit_of = {module: unit for unit in self.units for module in unit.modules}
         self.of_parameter = {p.name: unit for unit in self.units for p in unit.parameters}
@@ -95,6 +98,8 @@ class FsdpEngine(Engine):
             sizes = [(self.shard_numel(p), self.kept_size(p), self.compute_size(p)) for p in unit.parameters]
             unit.gather_bytes = sum(n * compute for n, _, compute in sizes) * self.shard
             unit.cast_bytes = sum(n * compute for n, kept, compute in sizes if self.mixed and kept != compute)
+            if self.offload:  # `all_gather_inputs` copies the shards from the host before it casts them
+                unit.cast_bytes += sum(n * kept for n, kept, _ in sizes)
         return [u for u in units if u.parameters]
 
     @staticmethod
@@ -129,7 +134,10 @@ class FsdpEngine(Engine):
         for unit in self.units:
             for p in unit.parameters:
                 size = self.shard_numel(p) * self.kept_size(p)
-                tape.alloc(("parameter", p.name), size, "parameters", p.name)
+                if self.offload:
+                    self.host.pinned.append(size)  # CPUOffloadPolicy pins by default
+                else:
+                    tape.alloc(("parameter", p.name), size, "parameters", p.name)
         self.setup_rest(tape)
 
     # -- gathering ---------------------------------------------------------------------------------------------
@@ -140,8 +148,8 @@ class FsdpEngine(Engine):
         unit.gathered = True
         if self.shard == 1:
             return
-        tape.alloc(("cast", unit.name), unit.cast_bytes, "communication", f"cast shards of {unit.name}")
-        tape.alloc(("gather", unit.name), unit.gather_bytes, "communication", f"all-gather of {unit.name}")
+        tape.alloc(("cast", unit.name), unit.cast_bytes, "communication", f"cast shards of {unit.name}", GATHER_STREAM)
+        tape.alloc(("gather", unit.name), unit.gather_bytes, "communication", f"all-gather of {unit.name}", GATHER_STREAM)
         tape.free(("cast", unit.name))
 
     def _copy_out(self, tape: Tape, unit: Unit) -> None:
@@ -227,7 +235,7 @@ class FsdpEngine(Engine):
         self.reducing = ""
         if not mine:
             return
-        size = _SIZES[self.mixed] if self.mixed else mine[0].itemsize
+        size = 4 if self.workload.variant.reduce_fp32 else _SIZES[self.mixed] if self.mixed else mine[0].itemsize
         numel = sum(self.shard_numel(p) for p in mine)
         name = ("reduce", unit.name)
         tape.alloc(name, numel * self.shard * size, "communication", f"reduce-scatter of {unit.name}")
@@ -236,28 +244,29 @@ class FsdpEngine(Engine):
         for p in mine:
             if p.name != kept_back:
                 self.drop_gradient(tape, p.name)
-        tape.alloc(("scattered", unit.name), numel * size, "gradients", f"gradient shards of {unit.name}")
+        tape.alloc(("scattered", unit.name), numel * size, "gradients", f"gradient shards of {unit.name}", REDUCE_STREAM)
         if self.device == "cpu" and self.shard > 1:
             # gloo reduces a copy of the input and keeps this rank's part of it
             tape.transient(numel * self.shard * size, "communication", f"gloo's copy for {unit.name}")
-        if self.mixed:
-            kept = sum(self.shard_numel(p) * self.kept_size(p) for p in mine)
-            if not tape.held(("shard-gradients", unit.name)):
-                tape.alloc(("shard-gradients", unit.name), kept, "gradients", f"gradient shards of {unit.name}")
-            else:
-                tape.transient(kept, "gradients", f"gradient shards of {unit.name}")
-            tape.free(("scattered", unit.name))
-        elif tape.held(("shard-gradients", unit.name)):
-            tape.free(("scattered", unit.name))
-        else:
-            tape.free(("scattered", unit.name))
-            tape.alloc(("shard-gradients", unit.name), numel * size, "gradients", f"gradient shards of {unit.name}")
+        self._keep_shards(tape, unit, mine, numel * size)
         if kept_back is not None:
             self.drop_gradient(tape, kept_back)
         self.reducing = name  # type: ignore[assignment]
 
-    def gradient(self, tape: Tape, mark: Mark) -> None:
-        super().gradient(tape, mark)
+    def _keep_shards(self, tape: Tape, unit: Unit, mine: list[ParameterInfo], scattered: int) -> None:
+        """The reduced shards become the gradients: cast to the shards' dtype, added to earlier ones, or copied to the host."""
+        what = f"gradient shards of {unit.name}"
+        kept = sum(self.shard_numel(p) * self.kept_size(p) for p in mine) if self.mixed else scattered
+        held = tape.held(("shard-gradients", unit.name))
+        if not self.mixed or self.offload:
+            tape.free(("scattered", unit.name))
+        if self.offload:
+            return
+        if not held:
+            tape.alloc(("shard-gradients", unit.name), kept, "gradients", what, REDUCE_STREAM)
+        elif self.mixed:
+            tape.transient(kept, "gradients", what)
+        tape.free(("scattered", unit.name))
 
     # -- optimizer ---------------------------------------------------------------------------------------------
 
@@ -265,6 +274,10 @@ class FsdpEngine(Engine):
         return [OptimizerTensor(self.shard_numel(p), self.kept_size(p), p.shape) for p in self.trace.trainable]
 
     def step(self, tape: Tape) -> None:
-        super().step(tape)
+        if self.offload:
+            # the CPU updates: gradients and states lie on the host with the shards
+            self.host.plain = sum(t.numel * t.itemsize * 3 for t in self.optimizer_tensors())
+        else:
+            super().step(tape)
         for unit in self.units:
             tape.free(("shard-gradients", unit.name))
