@@ -95,17 +95,14 @@ def _checked_choice(search: Search, results: list[Evaluated]) -> tuple[Evaluated
 
     Before a plan is given up, its smaller micro-batches are tried, then more aids on its rung.
     """
-    checked: set[int] = set()
     while (chosen := choose(results, search.request.prefer)) is not None:
-        if id(chosen) in checked:
+        if chosen.detailed:
             return chosen, results
         detailed, results = _in_detail(search, chosen, results)
-        checked.add(id(detailed))
         if not detailed.fits:
             smaller = search.smaller_that_fits(detailed.candidate)
             if smaller is not None:
                 results = [smaller if r is detailed else r for r in results]
-                checked.add(id(smaller))
             else:
                 results = sorted([*results, *search.more_aids(detailed.candidate)], key=lambda r: r.candidate.order)
     return None, results
@@ -113,13 +110,11 @@ def _checked_choice(search: Search, results: list[Evaluated]) -> tuple[Evaluated
 
 def _closest(search: Search, results: list[Evaluated]) -> tuple[Evaluated | None, list[Evaluated]]:
     """The plan that misses by the least when it is estimated in detail."""
-    checked: set[int] = set()
     while True:
         near = min((r for r in results if r.estimate), key=lambda r: _short(r, search.request), default=None)
-        if near is None or id(near) in checked:
+        if near is None or near.detailed:
             return near, results
-        detailed, results = _in_detail(search, near, results)
-        checked.add(id(detailed))
+        _, results = _in_detail(search, near, results)
 
 
 def _short(result: Evaluated, request: Request) -> int:

@@ -52,6 +52,8 @@ class Evaluated:
     estimate: Estimate | None
     fits: bool
     why: str
+    detailed: bool = False
+    """Whether the allocator was replayed event by event; what is recommended always was."""
 
     @property
     def speed(self) -> float:
@@ -86,9 +88,9 @@ class Search:
         try:
             estimate = self.estimator.estimate(candidate.workload, candidate.plan, candidate.cluster, detail=detail)
         except UserError as error:
-            return Evaluated(candidate, None, False, str(error))
+            return Evaluated(candidate, None, False, str(error), detail)
         fits, why = _verdict(estimate, self.request.kept_free)
-        return Evaluated(candidate, estimate, fits, why)
+        return Evaluated(candidate, estimate, fits, why, detail)
 
     def with_micro_batch(self, candidate: Candidate, micro: int, accumulate: int) -> Candidate:
         work = candidate.workload.with_(micro_batch=micro, accumulate=accumulate)
