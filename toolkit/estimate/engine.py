@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -273,10 +272,3 @@ def _host(engine: Engine, cluster: Cluster) -> HostMemory:
     peak = ranks * max(engine.host.load, steady) if not cluster.gpu.is_cpu else ranks * steady
     capacity = cluster.host_memory
     return HostMemory(peak=peak, pinned=ranks * pinned, capacity=capacity, fits=capacity is None or peak <= capacity)
-
-
-
-@lru_cache(maxsize=4)
-def cached_estimator(model: ModelSpec) -> Estimator:
-    """One estimator per model and process."""
-    return Estimator(model)
