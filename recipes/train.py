@@ -84,7 +84,7 @@ def main(arguments: list[str]) -> None:
                         data=data.facts["fingerprint"], rows=data.train.rows_per_step)
     checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, identity, config.keep, log.say)
     found = checkpoints.find(config.resume)
-    folder.write(plan, model, data)
+    folder.write(plan, model, data, tokenizer, model_config)
     set_seed(config.seed, device_specific=True)  # From here on: other dropout masks on every rank.
     done = checkpoints.load(found) if found else Progress(step=0)
     if config.resume == "never":

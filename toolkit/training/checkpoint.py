@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
+from toolkit.training.assets import carry_assets
 from toolkit.training.config import TrainConfig
 from toolkit.training.run_folder import versions, write_json
 from toolkit.training.state.manifest import (
@@ -117,13 +118,13 @@ class Checkpoints:
 
     def _check_identity(self, path: Path) -> None:
         made = read_manifest(path)["identity"]
-        if made["rows"] != self.identity.rows:
+        if made["rows"] not in (self.identity.rows, None):
             raise UserError(f"{path} was made with a global batch of {made['rows']} rows, this run has {self.identity.rows}; "
                             f"set micro_batch and accumulate so that micro_batch x accumulate x processes is {made['rows']}, "
                             "give another output, or start anew with resume=never")
         for name in ("method", "optimizer", "data"):
             value = getattr(self.identity, name)
-            if made[name] != value:
+            if made[name] not in (value, None):  # A converted checkpoint does not know all of them.
                 raise UserError(f"{path} was made with {name} {made[name]}, this run has {name} {value}; launch "
                                 "it alike, give another output, or start anew with resume=never")
 
@@ -240,6 +241,7 @@ class Checkpoints:
 
         identity = asdict(self.identity)
         try:
+            files.update(carry_assets(self.folder.parent, scratch))
             write_json(scratch / STATE, {
                 "progress": asdict(progress),
                 "schedule": {"position": progress.step - progress.skipped},

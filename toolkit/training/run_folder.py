@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from toolkit.errors import UserError
 from toolkit.specs import Plan
 from toolkit.training.accelerator import tracker_of
+from toolkit.training.assets import FOLDER, write_assets
 from toolkit.training.config import TrainConfig
 from toolkit.training.lock import hold
 from toolkit.units import format_count, format_size
@@ -83,9 +84,9 @@ class RunFolder:
         self.config, self.accelerator = config, accelerator
         self.path = Path(config.output)
 
-    def write(self, plan: Plan, model: Any, data: Data) -> None:
-        """Create the folder with config.yaml, plan.json and run.json, hold it, and start the tracker. Every
-        rank must call it.
+    def write(self, plan: Plan, model: Any, data: Data, tokenizer: Any, model_config: Any) -> None:
+        """Create the folder with config.yaml, plan.json, run.json and the small files of the model, hold it, and start
+        the tracker. Every rank must call it.
 
         Raises:
             UserError: another run holds the folder.
@@ -96,6 +97,7 @@ class RunFolder:
             write_text(self.path / "config.yaml", self.config.to_yaml())
             write_json(self.path / "plan.json", {**asdict(plan), "label": plan.label})
             write_json(self.path / "run.json", self._record(model, data))
+            write_assets(self.path / FOLDER, self.accelerator.unwrap_model(model), tokenizer, model_config)
         if tracker_of(self.config):
             settings = {key: value if isinstance(value, (int, float, str, bool)) else str(value)
                         for key, value in asdict(self.config).items()}
