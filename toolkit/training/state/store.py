@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from io import FileIO
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,41 @@ _DTYPES = {
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
     torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2",
 }  # fmt: skip
+_BY_NAME = {name: dtype for dtype, name in _DTYPES.items()}
 _SIZES = {name: dtype.itemsize for dtype, name in _DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Lazy:
+    """A tensor that is read only when it is written, a stretch at a time."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    read: Callable[[int, int], torch.Tensor]
+    """(position of the first element, elements) to these elements on the host, one dimension."""
+    at_once: bool = False
+    """A stretch costs as much as the whole."""
+
+    def numel(self) -> int:
+        return math.prod(self.shape)
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def parts(self) -> Iterator[torch.Tensor]:
+        """All of it, in order."""
+        size = self.numel()
+        length = size if self.at_once else _CHUNK // self.dtype.itemsize
+        for start in range(0, size, length):
+            yield self.read(start, min(length, size - start))
+
+    def whole(self) -> torch.Tensor:
+        """All of it in its shape."""
+        return self.read(0, self.numel()).view(self.shape)
+
+    def to(self, dtype: torch.dtype) -> Lazy:
+        """The same in another dtype."""
+        return Lazy(dtype, self.shape, lambda start, numel: self.read(start, numel).to(dtype), self.at_once)
 
 
 @dataclass(frozen=True)
@@ -37,8 +74,8 @@ class Fragment:
     """Position of the first element in the flattened tensor."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
-    tensor: torch.Tensor
-    """One dimension."""
+    tensor: Any
+    """A tensor of one dimension, or a Lazy of any."""
     copy: tuple[int, int] = (0, 1)
     """(index, number) among the ranks that hold the same part: each of them writes its share."""
 
@@ -62,6 +99,8 @@ class Piece:
     key: str
     start: int
     numel: int
+    offset: int
+    """Of its first byte in the file."""
 
 
 @dataclass
@@ -76,10 +115,7 @@ class Entry:
 
     @property
     def numel(self) -> int:
-        total = 1
-        for size in self.shape:
-            total *= size
-        return total
+        return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
@@ -111,11 +147,16 @@ def _bytes(tensor: torch.Tensor) -> memoryview:
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
-def write_tensors(path: Path, tensors: list[tuple[str, torch.Tensor]], metadata: dict[str, str]) -> dict[str, Any]:
+def _contents(tensors: Iterable[tuple[str, torch.Tensor | Lazy]]) -> Iterator[memoryview]:
+    for _, tensor in tensors:
+        yield from map(_bytes, tensor.parts() if isinstance(tensor, Lazy) else [tensor])
+
+
+def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor | Lazy]], metadata: dict[str, str]) -> dict[str, Any]:
     """Write a safetensors file and have it on the disk; returns {"bytes", "xxh3"}.
 
-    Only one tensor at a time is copied to the host. Raises OSError; ToolkitError for an empty tensor or a dtype that
-    the format lacks.
+    Only one tensor at a time is copied to the host, and only a stretch of one that is still to be read. Raises OSError;
+    ToolkitError for an empty tensor or a dtype that the format lacks.
     """
     from xxhash import xxh3_128
 
@@ -131,8 +172,7 @@ def write_tensors(path: Path, tensors: list[tuple[str, torch.Tensor]], metadata:
     text += b" " * (-len(text) % 8)
     digest, size = xxh3_128(), 0
     with path.open("wb") as file:
-        for block in (len(text).to_bytes(8, "little"), text, *(tensor for _, tensor in tensors)):
-            data = memoryview(block) if isinstance(block, bytes) else _bytes(block)
+        for data in chain((memoryview(len(text).to_bytes(8, "little")), memoryview(text)), _contents(tensors)):
             for at in range(0, len(data), _CHUNK):
                 digest.update(data[at : at + _CHUNK])
                 file.write(data[at : at + _CHUNK])
@@ -164,8 +204,8 @@ def write_fragments(folder: Path, prefix: str, fragments: Iterable[Fragment]) ->
     return written
 
 
-def read_header(path: Path) -> dict[str, Any]:
-    """The header of a safetensors file.
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a safetensors file, and where its data begins.
 
     Raises:
         UserError: it is none, or it is cut.
@@ -180,7 +220,7 @@ def read_header(path: Path) -> dict[str, Any]:
             raise ValueError
     except (OSError, ValueError):
         raise UserError(f"{path} is not a whole safetensors file") from None
-    return header
+    return header, 8 + length
 
 
 class Reader:
@@ -188,14 +228,14 @@ class Reader:
 
     def __init__(self, folder: Path, files: Iterable[str]) -> None:
         self.folder, self.files = folder, sorted(files)
-        self._open: dict[str, Any] = {}
+        self._open: dict[str, FileIO] = {}
 
     @cached_property
     def entries(self) -> dict[tuple[str, str], Entry]:
         """(kind, name) to what is there. Raises UserError when a file is broken or two files disagree."""
         found: dict[tuple[str, str], Entry] = {}
         for file in self.files:
-            header = read_header(self.folder / file)
+            header, base = read_header(self.folder / file)
             pieces = json.loads(header.pop("__metadata__", {}).get("pieces", "{}"))
             for key, facts in header.items():
                 kind, _, name = key.partition("/")
@@ -204,7 +244,8 @@ class Reader:
                 if (entry.dtype, entry.shape) != (facts["dtype"], shape):
                     raise UserError(f"{self.folder / file}: {kind} of {name} is {facts['dtype']} {list(shape)} there, "
                                     f"{entry.dtype} {list(entry.shape)} in {entry.pieces[0].file}")
-                entry.pieces.append(Piece(file, key, pieces[key]["start"], facts["shape"][0]))
+                offset = base + facts["data_offsets"][0]
+                entry.pieces.append(Piece(file, key, pieces[key]["start"], facts["shape"][0], offset))
         return found
 
     @cached_property
@@ -225,28 +266,36 @@ class Reader:
         entry = self.entries.get((kind, name))
         if entry is None:
             raise UserError(f"{self.folder} has no {kind} of {name}")
-        parts, reached, end = [], start, start + numel
+        found, size, end = torch.empty(numel, dtype=_BY_NAME[entry.dtype]), _SIZES[entry.dtype], start + numel
+        data, reached = _bytes(found), start
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
             if piece.start <= reached < piece.start + piece.numel and reached < end:
                 stop = min(end, piece.start + piece.numel)
-                parts.append(self._file(piece.file).get_slice(piece.key)[reached - piece.start : stop - piece.start])
+                self._fill(data[(reached - start) * size : (stop - start) * size], piece, (reached - piece.start) * size)
                 reached = stop
         if reached < end:
             raise UserError(f"{self.folder}: no file holds elements {reached} to {end} of {kind} of {name}")
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        return found
 
     def whole(self, kind: str, name: str) -> torch.Tensor:
         """A whole tensor in its shape."""
         entry = self.entries[kind, name]
         return self.read(kind, name, 0, entry.numel).view(entry.shape)
 
-    def _file(self, name: str) -> Any:
-        from safetensors import safe_open
-
-        if name not in self._open:
-            self._open[name] = safe_open(self.folder / name, framework="pt", device="cpu")
-        return self._open[name]
+    def _fill(self, data: memoryview, piece: Piece, skip: int) -> None:
+        """Read from the file into place: the pages of a mapped file would count as the process's memory."""
+        file = self._open.get(piece.file)
+        if file is None:
+            file = self._open[piece.file] = (self.folder / piece.file).open("rb", buffering=0)
+        file.seek(piece.offset + skip)
+        while data:
+            got = file.readinto(data)
+            if not got:
+                raise UserError(f"{self.folder / piece.file} is not a whole safetensors file")
+            data = data[got:]
 
     def close(self) -> None:
         """Let go of the files."""
+        for file in self._open.values():
+            file.close()
         self._open.clear()
