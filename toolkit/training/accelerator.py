@@ -23,8 +23,9 @@ import yaml
 
 from toolkit.errors import UserError
 from toolkit.specs import Plan
+from toolkit.training import rollcall
 from toolkit.training.config import TrainConfig
-from toolkit.training.start import world_size
+from toolkit.training.start import end_now, world_size
 
 if TYPE_CHECKING:
     import torch
@@ -99,6 +100,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     engine = requested_engine()
     timeout = timedelta(minutes=config.timeout_minutes)
     on_cpu = not torch.accelerator.is_available()
+    rollcall.begin(timeout.total_seconds(), end_now)
     mixed = config.precision if config.precision in ("bf16", "fp16") else "no"
     if config.precision == "fp16" and on_cpu:
         raise UserError("precision=fp16 needs a GPU; use bf16 or fp32 on a CPU")

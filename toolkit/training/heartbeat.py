@@ -12,11 +12,14 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
 _PHASES = {
+    ("prepare", "prepare_data"): "preparing the data", ("model", "build_model"): "loading the model",
+    ("accelerator", "prepare"): "setting up the engine", ("checkpoint", "load"): "resume",
     ("loader", "step"): "data", ("loader", "epoch"): "data", ("step", "count_batch"): "counting the batch",
     ("step", "evaluate"): "evaluation", ("step", "gradient_norm"): "gradient norm", ("step", "across_ranks"): "summing the loss",
     ("checkpoint", "save"): "checkpoint", ("accelerator", "save_state"): "checkpoint", ("export", "export_model"): "export",
@@ -99,21 +102,42 @@ class Heartbeat:
         return f"[rank {self.rank} of {self.world}] step {step} has taken {elapsed:,.0f} s ({than}): {self._doing()}"
 
     def _doing(self) -> str:
-        frame = sys._current_frames().get(self._watched)
-        return doing(frame) if frame is not None else "its thread has ended"
+        frames = stack_of(self._watched)
+        return str(place_of(frames)) if frames else "its thread has ended"
 
 
-def doing(innermost: FrameType) -> str:
-    """What a stack is about: the phase, whether it waits for other ranks, and the innermost line."""
-    frames = list(_outwards(innermost))[::-1]
+@dataclass(frozen=True)
+class Place:
+    """Where a thread stands."""
+
+    phase: str
+    collective: str
+    """The function in which it waits for other ranks; empty when it does not."""
+    line: str
+    """`file.py:12` of the innermost frame."""
+
+    def __str__(self) -> str:
+        waiting = f", waiting for the other ranks in {self.collective}" if self.collective else ""
+        return f"in {self.phase}{waiting} ({self.line})"
+
+
+def place_of(frames: list[FrameType]) -> Place:
+    """The phase that a stack (outermost frame first) is in, whether it waits for other ranks, and the innermost line."""
     names = [(Path(frame.f_code.co_filename).stem, frame.f_code.co_name) for frame in frames]
     phase = next((_PHASES[name] for name in names if name in _PHASES), f"{names[-1][1]}()")
-    waits = next((name for file, name in names if file in _COLLECTIVES), None)
-    waiting = f", waiting for the other ranks in {waits}" if waits else ""
-    return f"in {phase}{waiting} ({Path(innermost.f_code.co_filename).name}:{innermost.f_lineno})"
+    collective = next((name for file, name in names if file in _COLLECTIVES), "")
+    return Place(phase, collective, f"{Path(frames[-1].f_code.co_filename).name}:{frames[-1].f_lineno}")
 
 
-def _outwards(frame: FrameType | None) -> Iterator[FrameType]:
+def footprint(frames: list[FrameType]) -> int:
+    """A number that stays the same while the thread of this stack does not get on."""
+    return hash(tuple((id(frame), frame.f_lasti) for frame in frames))
+
+
+def stack_of(thread: int) -> list[FrameType]:
+    """The frames of a thread, outermost first; none when it has ended."""
+    frames, frame = [], sys._current_frames().get(thread)
     while frame is not None:
-        yield frame
+        frames.append(frame)
         frame = frame.f_back
+    return frames[::-1]

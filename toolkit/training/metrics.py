@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from toolkit.training import rollcall
 from toolkit.training.heartbeat import Heartbeat
 from toolkit.training.step import Diverged
 from toolkit.units import format_duration, format_size
@@ -100,6 +101,7 @@ class Metrics:
         self.task: Any = None
         self.file = None
         self.heartbeat = Heartbeat(accelerator.process_index, accelerator.num_processes)
+        rollcall.at_step(first - 1)
         self.spikes = (Spikes("loss"), Spikes("grad_norm"))
         self.skipped = self.skipped_in_a_row = 0
         if not log.main:
@@ -121,6 +123,7 @@ class Metrics:
             Diverged: gradients have overflowed in so many steps that nothing is learned.
         """
         self.heartbeat.beat(record["step"], record["step_seconds"])
+        rollcall.at_step(record["step"])
         self._write(record)
         self._watch_overflow(record["step"])
         for text in filter(None, [spikes.seen(record[spikes.name]) for spikes in self.spikes]):

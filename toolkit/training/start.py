@@ -21,6 +21,7 @@ from pathlib import Path
 
 from toolkit.errors import ToolkitError, UserError
 from toolkit.strategies import launch_environment
+from toolkit.training import rollcall
 
 
 def rank() -> int:
@@ -106,19 +107,26 @@ def run(main: Callable[[list[str]], None]) -> None:
         main(sys.argv[1:])
     except ToolkitError as error:
         status = error.exit_code
+        rollcall.leave(f"ended ({error})")
         _report(str(error), status)
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
         status = 1
-        if not _explained(error):
-            # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
-            claim = _claim()
-            if claim is None or not claim.exists():
-                raise
+        # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
+        claim = _claim()
+        told = claim is not None and claim.exists()
+        lost = None if told else rollcall.missing_after(error)
+        rollcall.leave(f"failed ({type(error).__name__}: {' '.join(str(error).split())[:120]})")
+        if told:
             time.sleep(1.0)
+        elif lost:
+            _report(lost, status)
+        elif not _explained(error):
+            raise
     sys.stdout.flush()
     sys.stderr.flush()
+    rollcall.leave()
     if status:
         # Other ranks may wait in a collective operation for this one: leave without the atexit handlers that
         # wait too.
@@ -128,6 +136,12 @@ def run(main: Callable[[list[str]], None]) -> None:
     atexit._run_exitfuncs()
     sys.stdout.flush()
     os._exit(0)
+
+
+def end_now(line: str) -> None:
+    """Say the line and leave the process from any thread: its main thread waits for something that won't come."""
+    _report(line, 1)
+    os._exit(1)
 
 
 def _leave_group() -> None:
