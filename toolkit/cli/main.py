@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 from importlib import import_module
@@ -46,6 +47,7 @@ def build_app() -> typer.Typer:
 
 def main(arguments: list[str] | None = None) -> None:
     """Run and exit: 0 done (and it fits), 3 nothing fits, 2 bad input (one line), 1 a fault of the toolkit."""
+    gc.set_threshold(100_000, 20, 100)  # A trace makes millions of small objects and few cycles: by default a fifth of the time.
     os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     command = typer.main.get_command(build_app())

@@ -23,6 +23,7 @@ from toolkit.timeline.kernels import kernel_cost, kernel_temporary
 from toolkit.timeline.trace import MarkKind
 
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
+_DEVICE = torch.ops.prim.device.default
 
 
 @dataclass(slots=True)
@@ -125,6 +126,8 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func is _DEVICE:  # Two calls of three, and no storage among them.
+            return func(*args, **kwargs)
         if self.phase == "backward":
             self._follow_backward()
         out = func(*args, **kwargs)
