@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from toolkit.errors import UserError
-from toolkit.planner.candidates import candidates, combinations, gpu_counts, micro_batches
+from toolkit.planner.candidates import candidates, combinations, gpu_counts, micro_batches, split_candidates
 from toolkit.planner.ladder import ladder
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.specs.detect import make_cluster
@@ -31,7 +31,10 @@ def strategies(*args: object, **kwargs: object) -> list[str]:
 
 
 def test_the_rungs_go_from_light_to_heavy() -> None:
-    assert [r.strategy for r in ladder().rungs] == ["single", "ddp", "zero1", "zero2", "fsdp-grad", "fsdp", "zero3", "hsdp"]
+    for nodes in (1, 2):
+        rungs = strategies(WORK, machines(8, nodes))
+        copies = ["hsdp"] if nodes > 1 else []
+        assert rungs == ["single", "ddp", "zero1", "zero2", "fsdp-grad", *copies, "fsdp", "zero3"]
 
 
 def test_every_strategy_has_a_rung() -> None:
@@ -52,7 +55,7 @@ def test_the_aids_go_from_cheap_to_dear() -> None:
 
 
 def test_every_step_has_a_reason_of_one_line() -> None:
-    for step in (*ladder().rungs, *ladder().aids):
+    for step in (*ladder().rungs, *ladder().aids, *ladder().splits):
         assert len(step.reason) > 20 and "\n" not in step.reason and not step.reason.endswith(".")
 
 
@@ -92,13 +95,8 @@ def test_one_device_leaves_one_strategy() -> None:
     assert strategies(WORK, machines(1)) == ["single"]
 
 
-def test_several_nodes_bring_the_hybrid() -> None:
-    assert "hsdp" not in strategies(WORK, machines(8))
-    assert strategies(WORK, machines(8, 2))[-1] == "hsdp"
-
-
 def test_an_engine_that_was_asked_for_is_the_only_one_that_shards() -> None:
-    assert strategies(WORK, machines(4, 2), engine="fsdp") == ["single", "ddp", "fsdp-grad", "fsdp", "hsdp"]
+    assert strategies(WORK, machines(4, 2), engine="fsdp") == ["single", "ddp", "fsdp-grad", "hsdp", "fsdp"]
     assert strategies(WORK, machines(4, 2), engine="deepspeed") == ["single", "ddp", "zero1", "zero2", "zero3"]
 
 
@@ -155,3 +153,23 @@ def test_a_candidate_is_plain_data() -> None:
     first = next(candidates(WORK, machines(2)))
     with pytest.raises(dataclasses.FrozenInstanceError):
         first.order = 7  # type: ignore[misc]
+
+
+# -- groups and splits ----------
+
+
+@pytest.mark.parametrize(("nodes", "sizes"), [(2, [None]), (4, [None, 16]), (6, [None, 16]), (8, [None, 16, 32])])
+def test_a_copy_takes_one_node_or_several_that_divide_them(nodes: int, sizes: list[int | None]) -> None:
+    found = [c.plan.shard_size for c in candidates(WORK, machines(8, nodes)) if c.plan.strategy == "hsdp"]
+    assert list(dict.fromkeys(found)) == sizes
+
+
+def test_gpus_that_share_a_sample_come_last_and_tensor_parallelism_stays_inside_a_node() -> None:
+    last = max(c.order for c in candidates(WORK, machines(4, 2), allow_offload="nvme"))
+    split = list(split_candidates(WORK, machines(4, 2)))
+    assert min(c.order for c in split) > last
+    assert {c.plan.tp for c in split} == {1, 2, 4} and {c.plan.cp for c in split} == {c.plan.sp for c in split} == {1, 2, 4, 8}
+    for candidate in split:
+        assert [candidate.plan.tp, candidate.plan.cp, candidate.plan.sp].count(1) == 2
+        assert candidate.plan.checkpointing == "full" and candidate.workload.loss == "chunked"
+        assert candidate.data_ranks == 8 // max(candidate.plan.tp, candidate.plan.cp, candidate.plan.sp)

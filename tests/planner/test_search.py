@@ -14,6 +14,7 @@ from toolkit.planner.ladder import ladder
 from toolkit.planner.recommendation import Recommendation, recommend
 from toolkit.planner.search import ALIKE, Evaluated, Request, Search, choose
 from toolkit.specs import Workload
+from toolkit.strategies import STRATEGIES
 from toolkit.units import GIB, MIB
 
 Ask = Callable[..., Request]
@@ -145,6 +146,17 @@ def test_pruning_loses_nothing_that_fits(ask: Ask) -> None:
             assert not search.best_micro_batch(candidate).fits, candidate.name
 
 
+def test_what_was_pruned_is_counted_by_reason(ask: Ask) -> None:
+    search = Search(ask(2.0, allow_offload="cpu"))
+    seen = {r.candidate.order for r in search.run()}
+    every = sum(1 for _ in candidates(WORK, search.request.cluster, allow_offload="cpu"))
+    impossible = sum(1 for c in candidates(WORK, search.request.cluster, allow_offload="cpu")
+                     if c.plan.offload not in STRATEGIES[c.plan.strategy].offloads)
+    assert sum(search.pruned.values()) == every - impossible - len(seen)
+    assert all(count > 0 for count in search.pruned.values()) and len(search.pruned) == 2
+    assert recommend(ask(2.0, allow_offload="cpu")).to_json()["pruned"] == search.pruned
+
+
 # -- the batch ----------
 
 
@@ -158,6 +170,11 @@ def test_a_global_batch_is_met_exactly_by_every_plan(batch: int, ask: Ask) -> No
 def test_a_global_batch_that_only_one_device_divides_leaves_that(ask: Ask) -> None:
     found = recommend(ask(80, global_batch=7))
     assert {r.candidate.plan.strategy for r in found.results} == {"single"}
+
+
+def test_a_global_batch_that_the_ranks_do_not_divide_is_told_with_the_nearest_when_one_device_is_too_small(ask: Ask) -> None:
+    with pytest.raises(UserError, match="global-batch 6 does not divide over 4 ranks; the nearest that do: 4 or 8"):
+        recommend(ask(2.0, global_batch=6))
 
 
 def test_a_global_batch_that_nothing_divides_is_refused(ask: Ask) -> None:

@@ -27,7 +27,18 @@ class Candidate:
     @property
     def name(self) -> str:
         """Strategy and aids as tables show them."""
-        return " + ".join([self.plan.label, *(a.name for a in self.aids if not a.plan.get("offload"))])
+        label = self.plan.label + (f" ({self.plan.shard_size} to a copy)" if self.plan.shard_size else "")
+        return " + ".join([label, *(a.name for a in self.aids if not {"offload", "tp", "cp", "sp"} & set(a.plan))])
+
+    @property
+    def family(self) -> tuple[str, int | None, int]:
+        """What is pruned together: plans of one rung on as many GPUs, which differ in their aids."""
+        return self.plan.strategy, self.plan.shard_size, self.cluster.world_size
+
+    @property
+    def data_ranks(self) -> int:
+        """Ranks that see different samples."""
+        return self.cluster.world_size // (self.plan.tp * self.plan.cp * self.plan.sp)
 
 
 def combinations(allow_offload: str, workload: Workload) -> list[tuple[Aid, ...]]:
@@ -74,7 +85,7 @@ def _cluster_of(rung: Rung, cluster: Cluster, gpus: int) -> Cluster | None:
     nodes = max(1, gpus // cluster.gpus_per_node)
     if rung.scope == "device":
         return _part(cluster, 1, 1) if gpus == 1 else None
-    if gpus == 1 or (rung.scope == "nodes" and nodes == 1):
+    if gpus == 1 or (rung.scope == "nodes" and nodes == 1) or (rung.scope == "node" and nodes > 1):
         return None
     return _part(cluster, min(gpus, cluster.gpus_per_node), nodes)
 
@@ -105,10 +116,39 @@ def gpu_counts(cluster: Cluster, every: bool) -> list[int]:
     return sorted(c for c in counts if c <= world)
 
 
+def _rungs(engine: str) -> Iterator[Rung]:
+    for rung in ladder().rungs:
+        if engine == "fsdp" and rung.strategy.startswith("zero"):
+            continue
+        if engine == "deepspeed" and (rung.strategy.startswith("fsdp") or rung.strategy == "hsdp"):
+            continue
+        yield rung
+
+
+def _bare_plans(rung: Rung, part: Cluster) -> list[Plan]:
+    """The rung's plan; for hsdp one with a node to a copy, then several nodes to a copy."""
+    plan = Plan(strategy=rung.strategy)  # type: ignore[arg-type]
+    if rung.strategy != "hsdp":
+        return [plan]
+    sizes = [n * part.gpus_per_node for n in _powers(part.nodes - 1) if part.nodes % n == 0]
+    return [plan, *(plan.with_(shard_size=size) for size in sizes)]
+
+
+def _powers(limit: int) -> list[int]:
+    """2, 4, 8 ... up to `limit`."""
+    return [2**i for i in range(1, max(limit, 1).bit_length())]
+
+
+def _candidate(rung: Rung, aids: tuple[Aid, ...], plan: Plan, work: Workload, part: Cluster, order: int) -> Candidate:
+    for aid in aids:
+        plan, work = plan.with_(**aid.plan), work.with_(**aid.workload)
+    return Candidate(rung, aids, plan, work, part, order)
+
+
 def candidates(
     workload: Workload, cluster: Cluster, *, engine: str = "any", allow_offload: str = "none", every_count: bool = False
 ) -> Iterator[Candidate]:
-    """Plans in the order of the ladder, each with the workload's own micro-batch.
+    """Plans in the order of the ladder, each with the workload's own micro-batch; every rank has its own samples.
 
     Args:
         engine: any, fsdp or deepspeed: which of the two sharding engines may be proposed.
@@ -116,18 +156,31 @@ def candidates(
     """
     order = 0
     sets = combinations(allow_offload, workload)
-    for rung in ladder().rungs:
-        if engine == "fsdp" and rung.strategy.startswith("zero"):
-            continue
-        if engine == "deepspeed" and (rung.strategy.startswith("fsdp") or rung.strategy == "hsdp"):
-            continue
+    for rung in _rungs(engine):
         for gpus in gpu_counts(cluster, every_count):
             part = _cluster_of(rung, cluster, gpus)
             if part is None:
                 continue
-            for aids in sets:
-                plan, work = Plan(strategy=rung.strategy), workload  # type: ignore[arg-type]
-                for aid in aids:
-                    plan, work = plan.with_(**aid.plan), work.with_(**aid.workload)
+            for plan in _bare_plans(rung, part):
+                for aids in sets:
+                    order += 1
+                    yield _candidate(rung, aids, plan, workload, part, order)
+
+
+def split_candidates(workload: Workload, cluster: Cluster, *, engine: str = "any") -> Iterator[Candidate]:
+    """Plans in which several GPUs share a sample, for when none of `candidates` fits: fewest GPUs to a sample first.
+
+    They come with all that saves activations on the GPU, and after every plan of `candidates`.
+    """
+    chunked, _, full, *_ = ladder().aids
+    saving = (*((chunked,) if workload.loss == "standard" else ()), full)
+    order = 1_000_000
+    for split in ladder().splits:
+        for rung in _rungs(engine):
+            part = _cluster_of(rung, cluster, cluster.world_size)
+            if part is None:
+                continue
+            for degree in _powers(part.gpus_per_node if split.scope == "node" else part.world_size):
+                aid = Aid(f"{split.name} of {degree}", split.reason, plan={split.axis: degree})
                 order += 1
-                yield Candidate(rung, aids, plan, work, part, order)
+                yield _candidate(rung, (*saving, aid), Plan(strategy=rung.strategy), workload, part, order)  # type: ignore[arg-type]

@@ -16,8 +16,8 @@ from toolkit.strategies.base import write_whole
 
 def scaled_rate(chosen: Evaluated, base_batch: int, rate: float) -> tuple[float, str]:
     """(rate, why) for the plan's global batch: square root for Adam-like optimizers, linear for SGD."""
-    work, world = chosen.candidate.workload, chosen.candidate.cluster.world_size
-    batch = work.micro_batch * work.accumulate * world
+    work = chosen.candidate.workload
+    batch = work.micro_batch * work.accumulate * chosen.candidate.data_ranks
     if work.optimizer == "sgd":
         return rate * batch / base_batch, f"linear in the global batch of {batch}, with warm-up"
     return rate * (batch / base_batch) ** 0.5, f"square root of the global batch of {batch}"

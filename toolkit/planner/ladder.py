@@ -14,8 +14,8 @@ class Rung:
     """One strategy and why it stands where it stands."""
 
     strategy: str
-    scope: Literal["device", "all", "nodes"]
-    """device: it runs on one GPU; all: on all GPUs given; nodes: only when there are several nodes."""
+    scope: Literal["device", "all", "node", "nodes"]
+    """device: it runs on one GPU; all: on all GPUs given; node, nodes: on all, when they are in one node, or in several."""
     reason: str
 
 
@@ -32,9 +32,21 @@ class Aid:
 
 
 @dataclass(frozen=True)
+class Split:
+    """A way to share one sample among GPUs, for what fits in no other way."""
+
+    name: str
+    axis: Literal["tp", "cp", "sp"]
+    scope: Literal["node", "all"]
+    """node: only the GPUs of one node share a sample; all: any."""
+    reason: str
+
+
+@dataclass(frozen=True)
 class Ladder:
     rungs: tuple[Rung, ...]
     aids: tuple[Aid, ...]
+    splits: tuple[Split, ...]
     margin_gpu: float
     margin_cpu: float
 
@@ -48,6 +60,7 @@ def ladder() -> Ladder:
     return Ladder(
         rungs=tuple(Rung(**rung) for rung in data["rungs"]),
         aids=tuple(Aid(**aid) for aid in data["aids"]),
+        splits=tuple(Split(**split) for split in data["splits"]),
         margin_gpu=data["margin"]["gpu"],
         margin_cpu=data["margin"]["cpu"],
     )

@@ -38,6 +38,8 @@ class Recommendation:
     """Up to three others that fit, with what each trades."""
     changes: list[Change] = field(default_factory=list)
     closest: Evaluated | None = None
+    pruned: dict[str, int] = field(default_factory=dict)
+    """Plans that were not estimated, by the reason."""
     files: list[str] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -51,6 +53,7 @@ class Recommendation:
             "alternatives": [{**(_json(r) or {}), "trade": trade} for r, trade in self.alternatives],
             "changes": [vars(c) for c in self.changes],
             "closest": _json(self.closest),
+            "pruned": self.pruned,
             "files": self.files,
         }
 
@@ -79,9 +82,9 @@ def recommend(request: Request, *, tokens: int | None = None, progress: Callable
     if chosen is None:
         closest, results = _closest(search, results)
         return Recommendation(request, None, results, one_gpu, _why_not(closest), changes=_changes(search, closest),
-                              closest=closest)
+                              closest=closest, pruned=search.pruned)
     return Recommendation(request, chosen, results, one_gpu, _why(chosen, results, request, tokens),
-                          _alternatives(chosen, results))
+                          _alternatives(chosen, results), pruned=search.pruned)
 
 
 def _in_detail(search: Search, result: Evaluated, results: list[Evaluated]) -> tuple[Evaluated, list[Evaluated]]:
@@ -163,6 +166,9 @@ def _why(chosen: Evaluated, results: list[Evaluated], request: Request, tokens: 
                      else "distributed because of the time, not of the memory")
     elif request.cluster.world_size > 1:
         parts.append("the other GPUs are not needed")
+    if candidate.data_ranks < world:
+        parts.append("recipes/train.py gives every rank samples of its own: the launch file is for a loop of yours "
+                     "(docs/own-script.md)")
     if tokens and chosen.speed:
         parts.append(f"about {format_duration(tokens / chosen.speed)} for {format_count(tokens)} tokens")
     return "; ".join(parts)

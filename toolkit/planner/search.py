@@ -9,9 +9,10 @@ from typing import Literal
 from toolkit.errors import UserError
 from toolkit.estimate.engine import Estimator
 from toolkit.estimate.result import Estimate
-from toolkit.planner.candidates import Candidate, candidates, micro_batches
+from toolkit.planner.candidates import Candidate, candidates, micro_batches, split_candidates
 from toolkit.planner.ladder import ladder
 from toolkit.specs import Cluster, ModelSpec, Workload
+from toolkit.strategies import check_plan
 from toolkit.units import format_size
 
 ALIKE = 0.10
@@ -80,7 +81,12 @@ class Search:
         self.progress = progress or (lambda _: None)
         self.estimates = 0
         self.spare: dict[object, list[Candidate]] = {}
-        """Per rung the candidates that were not needed: more aids than a plan of that rung that fits."""
+        """Per family the candidates that were not needed: more aids than a plan of that family that fits."""
+        self.pruned: dict[str, int] = {}
+        self.impossible: UserError | None = None
+        """Why the first candidate that is no plan of this workload and cluster is none."""
+        self.undivided: UserError | None = None
+        """Why the first candidate whose ranks don't divide the global batch has no micro-batch."""
 
     def evaluate(self, candidate: Candidate, *, detail: bool = False) -> Evaluated:
         """One candidate's estimate held against memory and margin."""
@@ -99,7 +105,7 @@ class Search:
     def best_micro_batch(self, candidate: Candidate) -> Evaluated:
         """The fastest micro-batch that fits; without one, the smallest with what it misses by."""
         request = self.request
-        choices = micro_batches(request.workload, candidate.cluster.world_size, request.global_batch, request.fixed_micro_batch)
+        choices = micro_batches(request.workload, candidate.data_ranks, request.global_batch, request.fixed_micro_batch)
         best: Evaluated | None = None
         first: Evaluated | None = None
         for micro, accumulate in choices:
@@ -114,7 +120,7 @@ class Search:
     def smaller_that_fits(self, candidate: Candidate) -> Evaluated | None:
         """The largest smaller micro-batch of a candidate that fits, estimated in detail; None when there is none."""
         request, work = self.request, candidate.workload
-        choices = micro_batches(request.workload, candidate.cluster.world_size, request.global_batch, request.fixed_micro_batch)
+        choices = micro_batches(request.workload, candidate.data_ranks, request.global_batch, request.fixed_micro_batch)
         for micro, accumulate in reversed([c for c in choices if c[0] < work.micro_batch]):
             result = self.evaluate(self.with_micro_batch(candidate, micro, accumulate), detail=True)
             if result.fits:
@@ -123,7 +129,7 @@ class Search:
 
     def more_aids(self, candidate: Candidate) -> list[Evaluated]:
         """What was not needed on the candidate's rung, up to the first that fits; for when the candidate does not after all."""
-        spare = self.spare.get((candidate.rung.strategy, candidate.cluster.world_size), [])
+        spare = self.spare.get(candidate.family, [])
         found: list[Evaluated] = []
         while spare and not (found and found[-1].fits):
             found.append(self.best_micro_batch(spare.pop(0)))
@@ -132,41 +138,89 @@ class Search:
     def run(self) -> list[Evaluated]:
         """The candidates, in the order of the ladder.
 
-        Pruned are, and said to be: on a rung that fits, more aids (they cost speed and buy nothing); on a rung whose states
-        alone exceed the memory, aids that only save activations, but for the strongest of them when nothing fits at all.
+        Pruned are, and counted in `pruned`: on a rung that fits, more aids (they cost speed and buy nothing); on a rung whose
+        states alone exceed the memory, aids that only save activations, but for the strongest of them when nothing fits at all.
+
+        Raises:
+            UserError: no plan can be tried, or none fits and there are some that do not divide the global batch.
         """
         request = self.request
         results: list[Evaluated] = []
+        fitting: set[object] = set()
         hopeless: dict[object, list[Candidate]] = {}
-        error: UserError | None = None
         for candidate in candidates(request.workload, request.cluster, engine=request.engine,
                                     allow_offload=request.allow_offload, every_count=request.prefer == "fewest-gpus"):
-            rung = (candidate.rung.strategy, candidate.cluster.world_size)
-            if any(r.fits and (r.candidate.rung.strategy, r.candidate.cluster.world_size) == rung for r in results):
-                self.spare.setdefault(rung, []).append(candidate)
+            family = candidate.family
+            if not self._possible(candidate):
                 continue
-            if rung in hopeless and candidate.plan.offload == "none":
-                hopeless[rung].append(candidate)
+            if family in fitting:
+                self.spare.setdefault(family, []).append(candidate)
                 continue
-            self.progress(candidate.name)
-            try:
-                result = self.best_micro_batch(candidate)
-            except UserError as problem:
-                error = error or problem
+            if family in hopeless and candidate.plan.offload == "none":
+                hopeless[family].append(candidate)
+                continue
+            result = self._tried(candidate)
+            if result is None:
                 continue
             results.append(result)
-            if result.estimate is not None and not result.fits and self._states_alone_exceed(result):
-                hopeless[rung] = []
-        if not results and error is not None:
-            raise error
-        if not any(r.fits for r in results):
-            strongest = [skipped[-1] for skipped in hopeless.values() if skipped]
-            results += [self.best_micro_batch(candidate) for candidate in strongest]
+            if result.fits:
+                fitting.add(family)
+            elif self._states_alone_exceed(result):
+                hopeless[family] = []
+        if not fitting:
+            strongest = [skipped.pop() for skipped in hopeless.values() if skipped]
+            results += [result for candidate in strongest if (result := self._tried(candidate))]
+            if self.undivided is not None and not any(r.fits for r in results):
+                raise self.undivided
+            results += self._split()
+        self.pruned = self._count_pruned(hopeless)
+        if not results and self.impossible is not None:
+            raise self.impossible
         return sorted(results, key=lambda r: r.candidate.order)
+
+    def _possible(self, candidate: Candidate) -> bool:
+        try:
+            check_plan(candidate.plan, candidate.workload, candidate.cluster)
+        except UserError as error:
+            self.impossible = self.impossible or error
+            return False
+        return True
+
+    def _tried(self, candidate: Candidate) -> Evaluated | None:
+        """The candidate with its best micro-batch; None when its ranks do not divide the global batch."""
+        self.progress(candidate.name)
+        try:
+            return self.best_micro_batch(candidate)
+        except UserError as error:
+            self.undivided = self.undivided or error
+            return None
+
+    def _split(self) -> list[Evaluated]:
+        """Plans in which GPUs share a sample: for each rung and kind of split the first degree that fits, else the last."""
+        request = self.request
+        found: dict[object, Evaluated] = {}
+        for candidate in split_candidates(request.workload, request.cluster, engine=request.engine):
+            kind = (candidate.family, *candidate.aids[-1].plan)
+            if not self._possible(candidate) or (kind in found and found[kind].fits):
+                continue
+            result = self._tried(candidate)
+            if result is not None and result.estimate is not None:
+                found[kind] = result
+        return list(found.values())
+
+    def _count_pruned(self, hopeless: dict[object, list[Candidate]]) -> dict[str, int]:
+        """Plans that were not estimated, by the reason."""
+        dearer, useless = (sum(len(left) for left in kind.values()) for kind in (self.spare, hopeless))
+        return {reason: count for reason, count in (
+            ("more aids than a lighter plan of the same strategy that fits needs", dearer),
+            ("aids that save activations, where what is held between steps is too much already", useless),
+        ) if count}
 
     def _states_alone_exceed(self, result: Evaluated) -> bool:
         """What is held between steps, gradients at the update included, is more than the GPU has."""
-        memory = result.estimate.memory  # type: ignore[union-attr]
+        if result.estimate is None:
+            return False
+        memory = result.estimate.memory
         return memory.resident + memory.outside_allocator > memory.capacity * (1 - self.request.kept_free)
 
 

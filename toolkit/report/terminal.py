@@ -158,6 +158,8 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
     out.print(_plans(shown, r.chosen, small=out.width < SMALL))
     if len(shown) < len(results):
         out.print(f"({len(results) - len(shown)} more plans were tried; --all shows them)", style="dim")
+    for why, count in r.pruned.items():
+        out.print(f"({count} not tried: {why})", style="dim")
     if r.chosen is None:
         out.print(Text(r.reason[0].upper() + r.reason[1:] + ".", style="bold red"))
         for change in r.changes:
