@@ -110,7 +110,7 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     elif engine == "fsdp":
         plugins["fsdp_plugin"] = _fsdp_plugin(on_cpu)
     if on_cpu:
-        _engage_on_cpu(engine, timeout)
+        engage_on_cpu(engine, timeout)
     accelerator = Accelerator(
         mixed_precision=mixed,
         gradient_accumulation_plugin=GradientAccumulationPlugin(
@@ -140,7 +140,7 @@ def tracker_of(config: TrainConfig) -> str | None:
     return config.tracker if find_spec(config.tracker) is not None else None
 
 
-def _engage_on_cpu(engine: Engine, timeout: timedelta) -> None:
+def engage_on_cpu(engine: Engine, timeout: timedelta) -> None:
     """Join the ranks with gloo and set Accelerate's shared state so that the requested engine engages."""
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
