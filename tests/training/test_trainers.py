@@ -21,7 +21,8 @@ def rehearse(strategy: str, port: int, *words: str) -> subprocess.CompletedProce
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file",
               str(ROOT / "recipes" / "accelerate" / f"{strategy}.yaml"), "--num_processes", "2", "--main_process_port", str(port),
               "-m", "toolkit.training.rehearse", *words]
-    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "",
+                   "PYTHONPATH": str(ROOT)}
     # Relative paths in a launch file are those of the repository's root.
     return subprocess.run(launch, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=300)
 

@@ -3,8 +3,8 @@
     accelerate launch --config_file recipes/accelerate/fsdp.yaml -m toolkit.training.rehearse SCRIPT.py [ARGUMENTS...]
 
 On a machine with GPUs a launch file works with any script that uses Accelerate, Hugging Face's Trainer and TRL's trainers
-included, and `-m toolkit.training.rehearse` is not needed. Without GPUs Accelerate runs something else than what the file asks for,
-and says nothing; here it runs that engine, so that a script can be tried before a GPU is paid for. The script stays as it is.
+included, and `-m toolkit.training.rehearse` is not needed. Without GPUs Accelerate runs something else than what the file asks
+for, and says nothing; here it runs that engine, so that a script can be tried before a GPU is paid for. It stays as it is.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> None:
     """
     if not arguments or not Path(arguments[0]).is_file():
         named = f"{arguments[0]!r} is no file" if arguments else "no script is named"
-        raise UserError(f"{named}; write: accelerate launch --config_file FILE -m toolkit.training.rehearse SCRIPT.py [ARGUMENTS...]")
+        raise UserError(f"{named}; write: accelerate launch --config_file FILE -m toolkit.training.rehearse SCRIPT.py WORDS...")
     engage_for_others()
     sys.argv = list(arguments)
     sys.path.insert(0, str(Path(arguments[0]).resolve().parent))
