@@ -1,4 +1,4 @@
-"""`toolkit checkpoint`: what is in a checkpoint, and whether it is sound."""
+"""`toolkit checkpoint`: what is in a checkpoint, whether it is sound, a model out of it, other formats from and to it."""
 
 from __future__ import annotations
 
@@ -13,15 +13,22 @@ from toolkit.cli import options as o
 
 def register(app: typer.Typer) -> None:
     """Add the subcommands."""
-    sentence = "What is in a training checkpoint, and whether it is sound."
+    sentence = "What is in a training checkpoint, whether it is sound, and the model out of it."
     group = typer.Typer(no_args_is_help=True, help=sentence, epilog="Example: toolkit checkpoint verify runs/first")
     epilog = "Example: toolkit checkpoint {0} runs/first (the newest one), or runs/first/checkpoints/step-00000010"
     group.command("inspect", epilog=epilog.format("inspect"))(inspect)
     group.command("verify", epilog=epilog.format("verify") + ". Exit status: 0 sound, 2 not sound or bad input.")(verify)
+    group.command("export", epilog="Example: toolkit checkpoint export runs/first exported --dtype bf16")(export)
     app.add_typer(group, name="checkpoint")
 
 
 PATH = typer.Argument(..., metavar="PATH", help="A checkpoint, a run folder, or its checkpoints folder.")
+OUT = typer.Argument(..., metavar="OUT", help="The folder to make.")
+DTYPE = typer.Option("auto", "--dtype", help="fp32, bf16, fp16, or auto: as the run was told, else as the model's config says.")
+MERGE = typer.Option(False, "--merge", help="Of adapters: the model with them in it instead of the adapters alone.")
+SHARD = typer.Option("5GB", "--max-shard-size", help="Files of at most this size: 5GB, 500MB, ...")
+MODEL = typer.Option(None, "--model", help="A folder with the model's config and tokenizer (to merge: the base, with weights), "
+                     "for a checkpoint that does not say of what model it is.")
 
 
 def inspect(path: Path = PATH, json: o.Json = False) -> int:
@@ -42,6 +49,35 @@ def verify(path: Path = PATH, json: o.Json = False) -> int:
 
     found = examine.verify(examine.find_checkpoint(path))
     typer.echo(json_module.dumps(found) if json else f"{found['path']}: sound, {found['tensors']} tensors")
+    return 0
+
+
+def export(
+    path: Path = PATH,
+    out: Path = OUT,
+    dtype: str = DTYPE,
+    merge: bool = MERGE,
+    max_shard_size: str = SHARD,
+    model: Path | None = MODEL,
+    json: o.Json = False,
+) -> int:
+    """Write its weights as a Hugging Face directory: safetensors, config, generation config, tokenizer.
+
+    Only a stretch of a tensor is in memory at a time."""
+    from dataclasses import asdict
+
+    from toolkit.training.convert import directory
+    from toolkit.training.convert.read import hold
+    from toolkit.units import format_size, parse_size
+
+    written = directory.export(hold(path), out, dtype=dtype, merge=merge, shard_bytes=parse_size(max_shard_size), source=model)
+    if json:
+        typer.echo(json_module.dumps({"schema": 1, **asdict(written)}, default=str))
+        return 0
+    for note in written.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{written.folder}: {written.tensors} tensors, {format_size(written.bytes)} in {written.dtype}, "
+               f"{len(written.files)} file{'s' if len(written.files) > 1 else ''}")
     return 0
 
 

@@ -21,17 +21,17 @@ from toolkit.training.config import TrainConfig
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-_NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+NAMES = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def export_dtype(config: TrainConfig, model_config: Any) -> torch.dtype:
     """The dtype of the export: as configured, else as the model's config names it, else as it was trained."""
     if config.export_dtype != "auto":
-        return _DTYPES[config.export_dtype]
-    stated = _NAMES.get(str(getattr(model_config, "dtype", "")).removeprefix("torch."))
+        return DTYPES[config.export_dtype]
+    stated = NAMES.get(str(getattr(model_config, "dtype", "")).removeprefix("torch."))
     trained = {"fp32": "fp32", "fp16": "fp16"}.get(config.precision, "bf16")
-    return _DTYPES[stated or trained]
+    return DTYPES[stated or trained]
 
 
 def whole_parameters(accelerator: Accelerator, model: torch.nn.Module, dtype: torch.dtype, *,

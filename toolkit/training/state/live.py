@@ -197,20 +197,25 @@ def load_state(live: Live, reader: Reader, step: int, skipped: int) -> None:
 
 def _same_model(shapes: dict[str, tuple[int, ...]], reader: Reader) -> None:
     saved = {name: entry.shape for (kind, name), entry in reader.entries.items() if kind == "weights"}
-    missing, foreign = sorted(shapes.keys() - saved.keys()), sorted(saved.keys() - shapes.keys())
-    differing = [name for name in sorted(shapes.keys() & saved.keys()) if shapes[name] != saved[name]]
-    if not (missing or foreign or differing):
-        return
+    problem = difference(shapes, saved)
+    if problem:
+        raise UserError(f"{reader.folder} is of another model: {problem}; name the model it was made with, or start anew with "
+                        "resume=never")
+
+
+def difference(model: dict[str, tuple[int, ...]], saved: dict[str, tuple[int, ...]]) -> str | None:
+    """In what the tensors that were saved are not the model's, or None."""
+    missing, foreign = sorted(model.keys() - saved.keys()), sorted(saved.keys() - model.keys())
+    differing = [name for name in sorted(model.keys() & saved.keys()) if model[name] != saved[name]]
     said = []
     if differing:
         name = differing[0]
-        said.append(f"{name} is {list(saved[name])} there, {list(shapes[name])} in this model" + _more(differing))
+        said.append(f"{name} is {list(saved[name])} there, {list(model[name])} in this model" + _more(differing))
     if missing:
         said.append(f"it lacks {missing[0]}" + _more(missing))
     if foreign:
         said.append(f"this model lacks {foreign[0]}" + _more(foreign))
-    raise UserError(f"{reader.folder} is of another model: {'; '.join(said)}; name the model it was made with, or "
-                    "start anew with resume=never")
+    return "; ".join(said) or None
 
 
 def _more(names: list[str]) -> str:

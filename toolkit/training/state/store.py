@@ -20,6 +20,7 @@ from toolkit.errors import ToolkitError, UserError
 FILE_BYTES = 4 << 30
 """A rank begins another file when one has become this large: files are verified and moved one by one."""
 _CHUNK = 64 << 20
+_STRETCH = 16 << 20
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -49,7 +50,7 @@ class Lazy:
     def parts(self) -> Iterator[torch.Tensor]:
         """All of it, in order."""
         size = self.numel()
-        length = size if self.at_once else _CHUNK // self.dtype.itemsize
+        length = size if self.at_once else _STRETCH // self.dtype.itemsize
         for start in range(0, size, length):
             yield self.read(start, min(length, size - start))
 
@@ -223,6 +224,35 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
+def _read_into(data: memoryview, file: FileIO, offset: int) -> None:
+    """Fill a buffer from a file: the pages of a mapped file would count as the process's memory."""
+    file.seek(offset)
+    while data:
+        got = file.readinto(data)
+        if not got:
+            raise UserError(f"{file.name!s} is not a whole safetensors file")
+        data = data[got:]
+
+
+def tensors_in(path: Path) -> dict[str, Lazy]:
+    """Name to tensor of an ordinary safetensors file. Raises UserError."""
+    header, base = read_header(path)
+    header.pop("__metadata__", None)
+
+    def of(facts: dict[str, Any]) -> Lazy:
+        dtype, offset = _BY_NAME[facts["dtype"]], base + facts["data_offsets"][0]
+
+        def read(start: int, numel: int) -> torch.Tensor:
+            found = torch.empty(numel, dtype=dtype)
+            with path.open("rb", buffering=0) as file:
+                _read_into(_bytes(found), file, offset + start * dtype.itemsize)
+            return found
+
+        return Lazy(dtype, tuple(facts["shape"]), read)
+
+    return {name: of(facts) for name, facts in header.items()}
+
+
 class Reader:
     """Reads the state in `folder` by kind, name and position, from whichever of its files hold it."""
 
@@ -277,22 +307,16 @@ class Reader:
             raise UserError(f"{self.folder}: no file holds elements {reached} to {end} of {kind} of {name}")
         return found
 
-    def whole(self, kind: str, name: str) -> torch.Tensor:
-        """A whole tensor in its shape."""
+    def lazy(self, kind: str, name: str) -> Lazy:
+        """A whole tensor, to be read later."""
         entry = self.entries[kind, name]
-        return self.read(kind, name, 0, entry.numel).view(entry.shape)
+        return Lazy(_BY_NAME[entry.dtype], entry.shape, lambda start, numel: self.read(kind, name, start, numel))
 
     def _fill(self, data: memoryview, piece: Piece, skip: int) -> None:
-        """Read from the file into place: the pages of a mapped file would count as the process's memory."""
         file = self._open.get(piece.file)
         if file is None:
             file = self._open[piece.file] = (self.folder / piece.file).open("rb", buffering=0)
-        file.seek(piece.offset + skip)
-        while data:
-            got = file.readinto(data)
-            if not got:
-                raise UserError(f"{self.folder / piece.file} is not a whole safetensors file")
-            data = data[got:]
+        _read_into(data, file, piece.offset + skip)
 
     def close(self) -> None:
         """Let go of the files."""
