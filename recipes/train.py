@@ -76,7 +76,7 @@ def main(arguments: list[str]) -> None:
     verify_engine(accelerator, model)
     plan = running_plan(accelerator, model, config)
     if config.profile:
-        memory.follow(model)
+        memory.follow(model, optimizer)
 
     # The run folder, and the checkpoint to go on from.
     folder = RunFolder(config, accelerator)

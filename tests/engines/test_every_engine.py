@@ -48,6 +48,17 @@ def test_memory_is_predicted_and_measured(name: str, fp32_run: Callable[[str], A
     by_category = measured["resident_by_category"]
     assert by_category["parameters"] > 0 and by_category["optimizer_states"] > 0
     assert sum(by_category.values()) <= measured["resident"]
+    for rank in measured["ranks"]:
+        assert set(rank["breakdown"]) == CATEGORIES | {"other"}
+        assert sum(rank["breakdown"].values()) == rank["peak"] == rank["counted"]
+        assert rank["breakdown"]["other"] < 0.01 * rank["peak"]
+    worst = measured["worst"]
+    assert worst["step"] == 3 and max(rank["peak"] for rank in measured["ranks"]) - worst["peak"] <= 64
+    assert sum(worst["by_phase"][worst["at_peak"]["phase"]].values()) == worst["peak"]
+    assert {"between", "forward", "backward"} <= set(worst["by_phase"]) and worst["by_module"]
+    # Recording it has added nothing: another step with rows of the same lengths is as high.
+    peaks = [step["memory_peak"] for step in fp32_run(name).steps()]
+    assert min(abs(peak - peaks[2]) for peak in peaks[3:]) <= 64
     # What gloo's all-reduce between the copies of hsdp takes is not in the estimate; on so small a model it shows.
     allowed = 0.10 if name == "hsdp" else 0.05
     assert predicted["peak_allocated"] == pytest.approx(measured["peak"], rel=allowed)

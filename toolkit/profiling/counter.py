@@ -36,6 +36,8 @@ class Counter:
     peak: Callable[[], int]
     """Highest value of `live` since the last reset."""
     reset: Callable[[], None]
+    disregard: Callable[[], None] = lambda: None
+    """Leave out from now on what is alive now, where the counter can."""
 
 
 def preload() -> None:
@@ -108,7 +110,7 @@ def device_counter(device_type: str) -> Counter:
         return Counter("rss", lambda: _status("VmRSS"), lambda: _status("VmHWM"), _reset_resident_peak)
     live.restype = peak.restype = ctypes.c_longlong
     reset.restype = None
-    return Counter("allocations", live, peak, reset)
+    return Counter("allocations", live, peak, reset, library.toolkit_disregard)
 
 
 def _status(field: str) -> int:

@@ -12,6 +12,7 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.profiling.counter import device_counter
+from toolkit.profiling.record import plain_path
 from toolkit.units import format_size, parse_size
 
 _MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
@@ -118,7 +119,7 @@ def module_of(error: BaseException, model: Any) -> str:
         owner = frame.f_locals.get("self")
         if id(owner) in names:
             found = names[id(owner)] or type(owner).__name__
-    return re.sub(r"(^|\.)(module|_fsdp_wrapped_module|_orig_mod|_checkpoint_wrapped_module)(?=\.|$)", "", found).lstrip(".")
+    return plain_path(found)
 
 
 def _frames(error: BaseException) -> Iterator[FrameType]:

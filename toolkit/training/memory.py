@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 from typing import TYPE_CHECKING, Any
 
-from toolkit.profiling.compare import as_lines, terms
+from toolkit.profiling.compare import as_lines, peak_place, terms
 from toolkit.profiling.counter import Counter, device_counter
+from toolkit.profiling.holdings import resident_by_category
+from toolkit.profiling.record import StepRecord
 from toolkit.training.metrics import Log
 from toolkit.training.run_folder import RunFolder
 from toolkit.training.step import highest
@@ -29,6 +31,7 @@ class MemoryWatch:
         self.model: Any = None
         """The prepared model, when `follow` was called."""
         self.counter: Counter = device_counter(device_type)
+        self.counter.disregard()
         self.start = self.counter.live()
         self.peaks: list[int] = []
         self.resident = 0
@@ -39,12 +42,19 @@ class MemoryWatch:
         """The highest point of each phase over all steps."""
         self.highest = 0
         """Of the running step, up to the last change of phase."""
+        self.detail: dict[str, Any] = {}
+        """Of the step that was recorded: see `toolkit.profiling.breakdown.Breakdown`."""
+        self._record: StepRecord | None = None
+        self._recording = False
 
-    def follow(self, model: Any) -> None:
-        """Tell the phases of a step apart from now on: four hooks a micro-batch, for all modules together."""
+    def follow(self, model: Any, optimizer: Any) -> None:
+        """Tell the phases of a step apart from now on, with four hooks a micro-batch for all modules together, and record
+        every allocation of step `STEADY_FROM`."""
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.model = model
+        if StepRecord.possible(self.counter.kind):
+            self._record = StepRecord(model, optimizer, self.device)
         model.register_forward_pre_hook(lambda *_: self._enter("forward"))
         model.register_forward_hook(lambda *_: self._enter("backward"))
         register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer"))
@@ -54,6 +64,8 @@ class MemoryWatch:
         self._settle()
         self.phase = phase
         self.counter.reset()
+        if self._record is not None:
+            self._record.enter(phase)
 
     def _settle(self) -> None:
         """Keep the highest point since the counter's last reset."""
@@ -69,11 +81,18 @@ class MemoryWatch:
         self.resident = self.counter.live() - self.start
         self.phase, self.highest = "between", 0
         self.counter.reset()
+        self._recording = self._record is not None and len(self.peaks) == STEADY_FROM - 1
+        if self._recording and self._record is not None:
+            self._record.begin()
 
     def end_step(self) -> int:
         """The peak of the step in bytes."""
         self._settle()
         self.peaks.append(self.highest)
+        if self._recording and self._record is not None:
+            found = self._record.end()
+            self.detail = {"step": len(self.peaks), "counted": self.highest, **found.to_json()} if found is not None else {}
+            self._record, self._recording = None, False
         return self.peaks[-1]
 
     def measured(self, accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:
@@ -91,38 +110,18 @@ class MemoryWatch:
             "resident_by_category": resident_by_category(model, optimizer, self.resident),
             "peak_by_phase": dict(self.by_phase),
             "steps": len(self.peaks),
+            **self._details(by_rank.index(max(by_rank))),
         }
 
+    def _details(self, worst: int) -> dict[str, Any]:
+        """The recorded step: of the rank that took the most in full, of each rank its split."""
+        from accelerate.utils import gather_object
 
-def resident_by_category(model: Any, optimizer: Any, resident: int) -> dict[str, int]:
-    """Bytes of this rank's tensors between steps: what hangs on the model and on the innermost optimizer, and the rest
-    (gradient buffers, communication, what the libraries keep). Sums to `resident` unless tensors lie elsewhere."""
-    counted: set[int] = set()
-
-    def held(tensors: list[Any]) -> int:
-        total = 0
-        for tensor in tensors:
-            storage = getattr(tensor, "_local_tensor", tensor).untyped_storage()
-            if storage.data_ptr() and storage.data_ptr() not in counted:
-                counted.add(storage.data_ptr())
-                total += storage.nbytes()
-        return total
-
-    inner: Any = optimizer
-    masters: list[Any] = []
-    while hasattr(inner, "optimizer") and inner.optimizer is not None:
-        inner = inner.optimizer
-        masters += getattr(inner, "fp32_partitioned_groups_flat", [])  # ZeRO-3 lends them to its optimizer for a step.
-    weights = [*model.parameters(), *model.buffers()]
-    shards = [p.ds_tensor for p in weights if getattr(p, "ds_tensor", None) is not None]
-    states = [value for state in inner.state.values() for value in state.values() if hasattr(value, "untyped_storage")]
-    found = {
-        "parameters": held(weights + shards),
-        "master_weights": held([*masters, *(p for group in inner.param_groups for p in group["params"])]),
-        "optimizer_states": held(states),
-        "gradients": held([p.grad for p in weights if p.grad is not None]),
-    }
-    return {**found, "other": max(0, resident - sum(found.values()))}
+        found = gather_object([self.detail])
+        if not all(found):
+            return {}
+        keys = ("counted", "peak", "breakdown")
+        return {"worst": {"rank": worst, **found[worst]}, "ranks": [{key: detail[key] for key in keys} for detail in found]}
 
 
 def report_memory(memory: MemoryWatch, predicted: dict[str, Any] | None, folder: RunFolder, log: Log, model: Any,
@@ -131,7 +130,8 @@ def report_memory(memory: MemoryWatch, predicted: dict[str, Any] | None, folder:
     measured = memory.measured(folder.accelerator, model, optimizer)
     folder.write_memory(predicted, measured)
     rows = terms(predicted, measured) if table else []
-    for line in as_lines(rows) if rows else [compared(predicted, measured)]:
+    place = peak_place(predicted, measured) if predicted and rows else ""
+    for line in [*(as_lines(rows) if rows else [compared(predicted, measured)]), *([f"  {place}"] if place else [])]:
         log.say(line)
 
 
