@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from toolkit.errors import UserError
+from toolkit.training.data.chat import Template
 from toolkit.training.data.format import messages_of, recognise, renamed, to_sample
 from toolkit.training.data.read import check_sources, is_hub_id, read
 
@@ -38,7 +39,7 @@ def test_a_record_without_known_keys_is_named_with_its_place() -> None:
 
 
 def answers_of(kind: Any, record: dict[str, Any], tokenizer: Any) -> list[str]:
-    sample = to_sample(kind, record, "here", tokenizer)
+    sample = to_sample(kind, record, "here", Template(tokenizer))
     return [sample.text[start:end] for start, end in sample.answers]
 
 
@@ -52,7 +53,7 @@ def test_every_answer_of_a_conversation_with_its_end_is_a_span(tokenizer: Any) -
 def test_a_completion_and_its_end_is_the_answer(tokenizer: Any) -> None:
     assert answers_of("prompt-completion", {"prompt": "Why?", "completion": "So."}, tokenizer) == ["So.<|end|>"]
     record = {"instruction": "Add", "input": "1 2", "output": "3"}
-    sample = to_sample("prompt-completion", record, "here", tokenizer)
+    sample = to_sample("prompt-completion", record, "here", Template(tokenizer))
     assert sample.text == "Add\n1 2\n3<|end|>"
 
 
@@ -62,7 +63,7 @@ def test_a_completion_and_its_end_is_the_answer(tokenizer: Any) -> None:
 )
 def test_a_broken_conversation_is_refused_with_its_place(turns: list[Any], tokenizer: Any) -> None:
     with pytest.raises(UserError, match="chat line 1"):
-        to_sample("messages", {"messages": turns}, "chat line 1", tokenizer)
+        to_sample("messages", {"messages": turns}, "chat line 1", Template(tokenizer))
 
 
 def test_files_are_read_with_their_lines(tmp_path: Path) -> None:
@@ -140,7 +141,7 @@ def templated(tiny_model: Path) -> Any:
 )
 def test_tool_calls_are_answers_and_tools_are_shown(turns: list[Any], templated: Any) -> None:
     record = {"messages": turns, "tools": '[{"type": "function", "function": {"name": "add"}}]', "system": "Be kind."}
-    sample = to_sample("messages", record, "here", templated(WITH_TOOLS))
+    sample = to_sample("messages", record, "here", Template(templated(WITH_TOOLS)))
     assert [sample.text[start:end] for start, end in sample.answers] == ["add 1<|end|>\n"]
     assert '"name": "add"' in sample.text and "<|system|>\nBe kind." in sample.text
 
@@ -148,7 +149,7 @@ def test_tool_calls_are_answers_and_tools_are_shown(turns: list[Any], templated:
 def test_tool_calls_that_the_template_leaves_out_are_an_error(tokenizer: Any) -> None:
     record = {"messages": [USER, {"role": "assistant", "content": "", "tool_calls": [{"function": CALL}]}]}
     with pytest.raises(UserError, match="here: the model's chat template leaves tool calls out"):
-        to_sample("messages", record, "here", tokenizer)
+        to_sample("messages", record, "here", Template(tokenizer))
 
 
 def test_a_template_that_marks_its_answers_is_taken_at_its_word(templated: Any) -> None:
@@ -175,8 +176,8 @@ def test_columns_take_the_names_that_the_config_gives() -> None:
 
 def test_a_speaker_that_nobody_knows_is_named(tokenizer: Any) -> None:
     with pytest.raises(UserError, match="chat line 1: a message is from 'narrator', which is no role"):
-        to_sample("messages", {"conversations": [{"from": "narrator", "value": "x"}]}, "chat line 1", tokenizer)
+        to_sample("messages", {"conversations": [{"from": "narrator", "value": "x"}]}, "chat line 1", Template(tokenizer))
 
 
 def test_an_end_token_that_is_there_is_not_added_again(tokenizer: Any) -> None:
-    assert to_sample("text", {"text": "So.<|end|>"}, "here", tokenizer).text == "So.<|end|>"
+    assert to_sample("text", {"text": "So.<|end|>"}, "here", Template(tokenizer)).text == "So.<|end|>"

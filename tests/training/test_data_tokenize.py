@@ -10,7 +10,9 @@ import numpy as np
 import pytest
 
 from toolkit.errors import UserError
-from toolkit.training.data.tokenize import Reading, TokenStore, get, store_key
+from toolkit.training.data import tokenize
+from toolkit.training.data.encode import Reading
+from toolkit.training.data.tokenize import TokenStore, build, get, store_key
 
 
 def stored(path: Path, records: list[dict[str, Any]], tokenizer: Any, **reading: Any) -> TokenStore:
@@ -147,3 +149,23 @@ def test_bad_lines_are_left_out_and_counted_only_when_told_to(tmp_path: Path, to
 def test_answers_are_not_looked_for_where_there_are_none(tmp_path: Path, tokenizer: Any) -> None:
     with pytest.raises(UserError, match="train_on=answers: data read as text has no answers"):
         stored(tmp_path / "a.jsonl", [{"text": "x"}], tokenizer, train_on="answers")
+
+
+def test_several_processes_give_what_one_does_and_name_the_line_that_is_wrong(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tokenize, "AT_ONCE", 8)
+    said = [(f"Say {number}.", f"{number}!", "And again.", "no " * (number % 7) + "more") for number in range(120)]
+    lines = [json.dumps({"messages": [{"role": role, "content": text}
+                                      for role, text in zip(("user", "assistant") * 2, four, strict=True)]}) for four in said]
+    file = tmp_path / "chat.jsonl"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    one, two = (build(f"{workers}" * 8, (str(file),), tokenizer, Reading(), workers) for workers in (1, 2))
+    assert np.array_equal(one.tokens, two.tokens) and np.array_equal(one.targets, two.targets)
+    assert np.array_equal(one.offsets, two.offsets) and len(two) == 120
+    lines[100] = "{"
+    file.write_text("\n".join(lines), encoding="utf-8")
+    with pytest.raises(UserError, match="line 101 is not JSON"):
+        build("x", (str(file),), tokenizer, Reading(), 2)
+    skipped = build("y", (str(file),), tokenizer, Reading(bad_lines="skip"), 2)
+    assert len(skipped) == 119 and skipped.facts["skipped"] == 1

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from functools import cached_property
 from typing import Any
 
 from toolkit.errors import UserError
@@ -22,28 +23,31 @@ _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 class Renderer:
     """The template of a tokenizer with the tools of one conversation."""
 
-    def __init__(self, tokenizer: Any, tools: list[Any] | None, where: str) -> None:
-        self.tokenizer, self.tools, self.where = tokenizer, tools, where
-        self.end = tokenizer.eos_token or ""
+    def __init__(self, template: Template, tools: list[Any] | None, where: str) -> None:
+        self.template, self.tools, self.where = template, tools, where
 
     @property
-    def template(self) -> str:
+    def source(self) -> str:
         """The text of the template that applies. Raises UserError when the tokenizer has several and none is the default."""
-        return self._told(lambda: str(self.tokenizer.get_chat_template(None, self.tools)))
+        return self._told(lambda: self.template.source(bool(self.tools)))
 
     def text(self, messages: Messages, *, speak: bool = False) -> str:
         """The rendering; `speak` adds what has the model answer. Raises UserError when the template refuses."""
-        return self._told(lambda: str(self.tokenizer.apply_chat_template(
-            messages, tools=self.tools, tokenize=False, add_generation_prompt=speak)))
+        return self._rendered(messages, speak=speak)[0]
 
     def marked(self, messages: Messages) -> tuple[str, tuple[Span, ...]]:
         """The rendering and the spans that the template marks."""
+        text, spans = self._rendered(messages, marks=True)
+        return text, tuple((int(start), int(end)) for start, end in spans)
+
+    def _rendered(self, messages: Messages, *, speak: bool = False, marks: bool = False) -> tuple[str, Any]:
         from transformers.utils.chat_template_utils import render_jinja_template
 
-        rendered, spans = self._told(lambda: render_jinja_template(
-            conversations=[messages], tools=self.tools, chat_template=self.template, return_assistant_tokens_mask=True,
-            **self.tokenizer.special_tokens_map))
-        return rendered[0], tuple((int(start), int(end)) for start, end in spans[0])
+        # What apply_chat_template of the tokenizer does, without what it looks up anew every time.
+        texts, spans = self._told(lambda: render_jinja_template(
+            conversations=[messages], tools=self.tools, chat_template=self.source, add_generation_prompt=speak,
+            return_assistant_tokens_mask=marks, **self.template.special))
+        return texts[0], spans[0] if marks else ()
 
     def _told(self, call: Callable[[], Any]) -> Any:
         from jinja2.exceptions import TemplateError
@@ -55,14 +59,38 @@ class Renderer:
             raise UserError(f"{self.where}: the model's chat template refuses this conversation ({reason})") from None
 
 
-def render(tokenizer: Any, tools: list[Any] | None, where: str) -> Renderer:
-    """The renderer of one conversation; `where` is fit for a message."""
-    return Renderer(tokenizer, tools, where)
+class Template:
+    """The chat template of a tokenizer, and what is the same in all of its conversations."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer = tokenizer
+        self.end: str = tokenizer.eos_token or ""
+        self.special: dict[str, Any] = dict(tokenizer.special_tokens_map)
+        self._sources: dict[bool, str] = {}
+
+    @cached_property
+    def after_answers(self) -> str:
+        """What stands between an answer and the end of its turn, from a made-up conversation; empty when that is not plain."""
+        turns = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": "ANSWER"}]
+        renderer = Renderer(self, None, "")
+        try:
+            alone, followed = renderer.text(turns), renderer.text([*turns, {"role": "user", "content": "MORE"}])
+        except UserError:
+            return ""
+        after = alone.rpartition("ANSWER")[2]
+        return after if after.strip() and followed.startswith(alone) else ""
+
+    def source(self, tools: bool) -> str:
+        """The template's text. Raises ValueError when there are several and none is the default."""
+        if tools not in self._sources:
+            self._sources[tools] = str(self.tokenizer.get_chat_template(None, [{}] if tools else None))
+        return self._sources[tools]
 
 
-def answers_of(renderer: Renderer, messages: Messages, where: str) -> tuple[str, tuple[Span, ...]]:
+def answers_of(template: Template, tools: list[Any] | None, messages: Messages, where: str) -> tuple[str, tuple[Span, ...]]:
     """(text, spans of the answers). Raises UserError: see `Renderer`; also when the template leaves a tool call out."""
-    if _MARKS.search(renderer.template):
+    renderer = Renderer(template, tools, where)
+    if _MARKS.search(renderer.source):
         text, spans = renderer.marked(messages)
     else:
         text, spans = _by_prefix(renderer, messages, where)
@@ -86,18 +114,31 @@ def _by_prefix(renderer: Renderer, messages: Messages, where: str) -> tuple[str,
             raise UserError(f"{where}: a conversation cannot begin with the assistant")
         last = index == len(messages) - 1
         before = renderer.text(messages[:index], speak=True)
-        until = text if last else renderer.text(messages[: index + 1])
-        if text.startswith(before) and text.startswith(until) and len(before) >= cursor:
-            spans.append((len(before), len(until)))
-            cursor = len(until)
+        end = _end_of_turn(renderer, messages[: index + 1], text, before, last=last) if text.startswith(before) else None
+        if end is not None and len(before) >= cursor:
+            spans.append((len(before), end))
+            cursor = end
             continue
         said = said.rpartition("</think>")[2].strip()
         start = text.find(said, cursor) if said else -1
         if start < 0:
             continue
         end = len(text) if last else start + len(said)
-        if not last and renderer.end and text.startswith(renderer.end, end):
-            end += len(renderer.end)
+        if not last and renderer.template.end and text.startswith(renderer.template.end, end):
+            end += len(renderer.template.end)
         spans.append((start, end))
         cursor = end
     return text, tuple(spans)
+
+
+def _end_of_turn(renderer: Renderer, messages: Messages, text: str, before: str, *, last: bool) -> int | None:
+    """Where the last of the messages, an answer, ends in the text of the whole conversation, its end marker included; None when
+    the template shows it there otherwise than alone."""
+    if last:
+        return len(text)
+    content, after = messages[-1]["content"], renderer.template.after_answers
+    plain = after and isinstance(content, str) and not messages[-1].get("tool_calls")
+    if plain and text.startswith(content + after, len(before)):
+        return len(before) + len(content) + len(after)
+    until = renderer.text(messages)
+    return len(until) if text.startswith(until) else None

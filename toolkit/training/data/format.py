@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from toolkit.errors import UserError
-from toolkit.training.data.chat import answers_of, render
+from toolkit.training.data.chat import Template, answers_of
 from toolkit.training.data.read import Record
 
 Kind = Literal["messages", "prompt-completion", "text", "tokens"]
@@ -124,7 +124,7 @@ def tools_of(record: Record) -> list[Any] | None:
     return _without_nothing(tools) if isinstance(tools, list) and tools else None
 
 
-def to_sample(kind: Kind, record: Record, where: str, tokenizer: Any) -> Sample:
+def to_sample(kind: Kind, record: Record, where: str, template: Template) -> Sample:
     """The text that the model will see, and its answers.
 
     Raises:
@@ -132,9 +132,9 @@ def to_sample(kind: Kind, record: Record, where: str, tokenizer: Any) -> Sample:
     """
     if kind == "messages":
         messages, tools = messages_of(record, where), tools_of(record)
-        text, answers = answers_of(render(tokenizer, tools, where), messages, where)
+        text, answers = answers_of(template, tools, messages, where)
         return Sample(text, answers, special=True)
-    end = tokenizer.eos_token or ""
+    end = template.end
     if kind == "prompt-completion":
         pair = _pair(record)
         if pair is None:

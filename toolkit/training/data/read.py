@@ -6,6 +6,8 @@ import csv
 import gzip
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,7 +25,8 @@ from toolkit.training.data.sources import (
     suffix_of,
 )
 
-__all__ = ["Bad", "Record", "check_sources", "fingerprint", "is_hub_id", "read", "read_file", "read_source", "resolve", "stop"]
+__all__ = ["Bad", "Cursor", "Item", "Record", "check_sources", "fingerprint", "is_hub_id", "parsed", "parts_of", "read",
+           "read_file", "read_saved", "resolve", "stop"]
 
 Record = dict[str, Any]
 Bad = Callable[[str], None]
@@ -35,6 +38,20 @@ def stop(message: str) -> None:
     raise UserError(f"{message} (bad_lines=skip leaves such lines out)")
 
 
+@dataclass
+class Cursor:
+    """How far a source has been read. A reader starts where it stands, and keeps it at the end of what it has given."""
+
+    number: int = 0
+    """Lines, rows or items."""
+    offset: int = 0
+    """Bytes (unpacked ones of a .gz), of files that are read line by line."""
+
+
+Item = tuple[str, Record | bytes]
+"""Where it stands, fit for a message, and a record, or the line of JSON that holds it."""
+
+
 def read(sources: tuple[str, ...], bad: Bad = stop) -> Iterator[tuple[str, Record]]:
     """(where, record) of every record: `where` is fit for a message (`data.jsonl line 17`).
 
@@ -43,31 +60,57 @@ def read(sources: tuple[str, ...], bad: Bad = stop) -> Iterator[tuple[str, Recor
             fetched or has no such split.
     """
     for text in sources:
-        yield from read_source(resolve(text), bad)
+        for items in parts_of(resolve(text), bad):
+            for where, item in items:
+                record = parsed(where, item, bad)
+                if record is not None:
+                    yield where, record
 
 
-def read_source(source: Source, bad: Bad = stop) -> Iterator[tuple[str, Record]]:
-    """As `read`, of one entry."""
+def parts_of(source: Source, bad: Bad = stop) -> Iterator[Iterator[Item]]:
+    """The items of each file of one entry, or of its one data set. Raises UserError as `read` does."""
     if source.kind == "hub":
-        yield from _read_hub(source)
+        yield _read_hub(source)
     elif source.kind == "saved":
-        yield from _read_saved(source)
+        yield read_saved(source, Cursor())
     for path in source.files:
-        yield from read_file(path, bad)
+        yield read_file(path, bad, Cursor())
 
 
-def read_file(path: Path, bad: Bad = stop) -> Iterator[tuple[str, Record]]:
-    """As `read`, of one file."""
+def read_file(path: Path, bad: Bad, cursor: Cursor) -> Iterator[Item]:
+    """The items of one file from `cursor` on. Raises UserError as `read` does."""
     suffix = suffix_of(path)
     if suffix in PARQUET:
-        yield from _read_parquet(path)
+        yield from _read_parquet(path, cursor)
         return
     reader = _read_text if suffix in TEXT else _read_table if suffix in TABLES else (
         _read_json if suffix in ARRAYS else _read_lines)
     try:
-        yield from reader(path, bad)
+        yield from reader(path, bad, cursor)
+    except UnicodeDecodeError:
+        raise UserError(f"data file {str(path)!r} is not UTF-8 text") from None
     except (OSError, EOFError) as error:  # A .gz that is none, or a disk that fails.
         raise UserError(f"data file {str(path)!r} cannot be read: {error}") from None
+
+
+def parsed(where: str, item: Record | bytes, bad: Bad) -> Record | None:
+    """The record of an item; None when it cannot be used and `bad` returns."""
+    if not isinstance(item, bytes):
+        return item
+    try:
+        record = json.loads(item.decode("utf-8"))
+    except UnicodeDecodeError:
+        bad(f"{where} is not UTF-8 text")
+        return None
+    except (json.JSONDecodeError, RecursionError) as error:
+        what = f"{error.msg.removesuffix(' at')} at column {error.colno}" if isinstance(
+            error, json.JSONDecodeError) else "nested too deeply"
+        bad(f"{where} is not JSON ({what}); every line must be one JSON object")
+        return None
+    if not isinstance(record, dict):
+        bad(f"{where} is a JSON {type(record).__name__}; every line must be one JSON object")
+        return None
+    return record
 
 
 def _open(path: Path) -> IO[bytes]:
@@ -84,36 +127,32 @@ def _decoded(path: Path) -> str:
             raise UserError(f"data file {str(path)!r} is not UTF-8 text") from None
 
 
-def _read_lines(path: Path, bad: Bad) -> Iterator[tuple[str, Record]]:
+def _lines(path: Path, cursor: Cursor, *, old_ends: bool = False) -> Iterator[bytes]:
+    """The lines from the cursor on, without the mark that some files begin with; `old_ends`: a bare carriage return ends one
+    too, as in tables of old spreadsheets."""
     with _open(path) as file:
-        for number, line in enumerate(file, start=1):
-            where = f"{path} line {number}"
-            if not line.strip():
-                continue
-            try:
-                record = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
-            except UnicodeDecodeError:
-                bad(f"{where} is not UTF-8 text")
-                continue
-            except (json.JSONDecodeError, RecursionError) as error:
-                what = f"{error.msg.removesuffix(' at')} at column {error.colno}" if isinstance(
-                    error, json.JSONDecodeError) else "nested too deeply"
-                bad(f"{where} is not JSON ({what}); every line must be one JSON object")
-                continue
-            if not isinstance(record, dict):
-                bad(f"{where} is a JSON {type(record).__name__}; every line must be one JSON object")
-                continue
-            yield where, record
+        file.seek(cursor.offset)
+        for line in file:
+            for part in line.splitlines(keepends=True) if old_ends else (line,):
+                cursor.offset += len(part)
+                cursor.number += 1
+                yield part.removeprefix(b"\xef\xbb\xbf") if cursor.number == 1 else part
 
 
-def _read_json(path: Path, bad: Bad) -> Iterator[tuple[str, Record]]:
+def _read_lines(path: Path, bad: Bad, cursor: Cursor) -> Iterator[Item]:
+    for line in _lines(path, cursor):
+        if line.strip():
+            yield f"{path} line {cursor.number}", line
+
+
+def _read_json(path: Path, bad: Bad, cursor: Cursor) -> Iterator[Item]:
     """An array of objects, an object that holds one array of them, or, as many tools write under this name, one object a
     line."""
     with _open(path) as file:
         filled = (line for line in file if line.strip())
         head, more = next(filled, b"").lstrip(b"\xef\xbb\xbf \t"), next(filled, None) is not None
     if more and head.startswith(b"{") and _is_whole(head):
-        yield from _read_lines(path, bad)
+        yield from _read_lines(path, bad, cursor)
         return
     try:
         content = json.loads(_decoded(path))
@@ -141,55 +180,72 @@ def _is_whole(line: bytes) -> bool:
     return True
 
 
-def _read_table(path: Path, bad: Bad) -> Iterator[tuple[str, Record]]:
+def _read_table(path: Path, bad: Bad, cursor: Cursor) -> Iterator[Item]:
     """CSV with a header; the separator is the one that the header has most of."""
     csv.field_size_limit(1 << 30)
-    text = _decoded(path)
-    header = text.lstrip("\n").partition("\n")[0]
-    separator = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=header.count)
-    rows = csv.reader(text.splitlines(keepends=True), delimiter=separator, strict=True)
-    names: list[str] | None = None
+    first = next((line for line in _lines(path, Cursor(), old_ends=True) if line.strip()), b"").decode("utf-8")
+    separator = "\t" if suffix_of(path) == ".tsv" else max(",;\t", key=first.count)
+
+    def rows(at: Cursor) -> Iterator[list[str]]:
+        return csv.reader((line.decode("utf-8") for line in _lines(path, at, old_ends=True)), delimiter=separator, strict=True)
+
+    top = Cursor()
+    try:
+        names = [name.strip() for name in next((row for row in rows(top) if row), [])]
+    except csv.Error as error:
+        raise UserError(f"{path} line {top.number}: the header is not CSV ({error})") from None
+    if not cursor.number:
+        cursor.number, cursor.offset = top.number, top.offset
+    following = rows(cursor)
     while True:
-        where = f"{path} line {rows.line_num + 1}"
+        where = f"{path} line {cursor.number + 1}"
         try:
-            row = next(rows, None)
+            row = next(following, None)
         except csv.Error as error:
             bad(f"{where} is not CSV ({error})")
             continue
         if row is None:
             return
-        if not row:
-            continue
-        if names is None:
-            names = [name.strip() for name in row]
-        elif len(row) != len(names):
+        if row and len(row) != len(names):
             bad(f"{where} has {len(row)} fields, the header has {len(names)}")
-        else:
+        elif row:
             yield where, dict(zip(names, row, strict=True))
 
 
-def _read_parquet(path: Path) -> Iterator[tuple[str, Record]]:
+def _read_parquet(path: Path, cursor: Cursor) -> Iterator[Item]:
     from pyarrow import ArrowException, parquet
 
     try:
         file = parquet.ParquetFile(path)
-        number = 0
-        for batch in file.iter_batches(batch_size=1000):
-            for record in batch.to_pylist():
-                number += 1
-                yield f"{path} row {number}", record
+        groups, before = list(range(file.num_row_groups)), 0
+        while groups and before + file.metadata.row_group(groups[0]).num_rows <= cursor.number:
+            before += file.metadata.row_group(groups.pop(0)).num_rows
+        for batch in file.iter_batches(batch_size=1000, row_groups=groups):
+            skipped = min(max(0, cursor.number - before), batch.num_rows)
+            before += batch.num_rows
+            for record in batch.slice(skipped).to_pylist():
+                cursor.number += 1
+                yield f"{path} row {cursor.number}", record
     except (ArrowException, OSError) as error:
         raise UserError(f"data file {str(path)!r} is not Parquet, or damaged: {_one_line(error)}") from None
 
 
-def _read_text(path: Path, bad: Bad) -> Iterator[tuple[str, Record]]:
+def _read_text(path: Path, bad: Bad, cursor: Cursor) -> Iterator[Item]:
     """One record per paragraph group: a text file is cut at blank lines so that a split can be taken from it."""
-    for number, part in enumerate(_decoded(path).replace("\r\n", "\n").split("\n\n"), start=1):
-        if part.strip():
-            yield f"{path} paragraph {number}", {"text": part.strip("\n")}
+    part: list[str] = []
+    first = cursor.number + 1
+    for line in chain(_lines(path, cursor), [b""]):
+        text = line.decode("utf-8").replace("\r\n", "\n")
+        if text.strip("\n"):
+            part.append(text)
+            continue
+        whole, where = "".join(part), f"{path} line {first}"
+        part, first = [], cursor.number + 1
+        if whole.strip():
+            yield where, {"text": whole.strip("\n")}
 
 
-def _read_saved(source: Source) -> Iterator[tuple[str, Record]]:
+def read_saved(source: Source, cursor: Cursor) -> Iterator[Item]:
     """A folder that `save_to_disk` of `datasets` wrote."""
     from datasets import DatasetDict, load_from_disk
 
@@ -204,11 +260,12 @@ def _read_saved(source: Source) -> Iterator[tuple[str, Record]]:
         rows = rows[split]
     elif source.split:
         raise UserError(f"data {source.text!r} was saved without splits; leave out :{source.split}")
-    for number, row in enumerate(rows):
-        yield f"{source.text} row {number}", dict(row)
+    for number in range(cursor.number, len(rows)):
+        cursor.number = number + 1
+        yield f"{source.text} row {number}", dict(rows[number])
 
 
-def _read_hub(source: Source) -> Iterator[tuple[str, Record]]:
+def _read_hub(source: Source) -> Iterator[Item]:
     from datasets import load_dataset
 
     try:
