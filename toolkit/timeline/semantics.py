@@ -169,6 +169,9 @@ def functions(numerics: Numerics) -> Iterator[None]:
     """Context in which torch functions behave as on the device, and nothing depends on data."""
     patches: list[tuple[str, str, Any]] = [
         ("transformers.integrations.moe", "_can_use_grouped_mm", lambda *a, **k: False),
+        # Positions of a row count up, so that it is one sequence and needs no mask; fake positions can't be looked at, and
+        # transformers would make a mask to be safe, which sends attention to another kernel.
+        ("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None),
     ]
     if numerics.device == "cpu":
         patches += [
