@@ -46,7 +46,7 @@ def request(row: dict[str, Any]) -> tuple[Workload, Plan, Cluster]:
         micro_batch=row["micro_batch"], accumulate=row["accumulate"], precision=row["precision"], weights_dtype="fp32",
         optimizer=row["optimizer"], attention=row["attention"],
     )  # fmt: skip
-    plan = Plan(strategy=row["strategy"], checkpointing=row["checkpointing"])
+    plan = Plan(strategy=row["strategy"], checkpointing=row["checkpointing"], tp=row.get("tp", 1))
     if row["strategy"].startswith("zero") and row["bucket"]:
         plan = plan.with_(bucket=row["bucket"], persist=row["persist"] if row["strategy"] == "zero3" else None)
     return workload, plan, make_cluster(gpu="cpu", gpus=row["world"])

@@ -22,7 +22,7 @@ HERE = Path(__file__).parent
 STEPS = 4
 DEFAULTS: dict[str, Any] = {
     "world": 2, "micro_batch": 2, "seq_len": 256, "accumulate": 1, "precision": "fp32", "checkpointing": "none",
-    "attention": "eager", "optimizer": "adamw", "lora_rank": 0, "bucket": None, "persist": None,
+    "attention": "eager", "optimizer": "adamw", "lora_rank": 0, "bucket": None, "persist": None, "tp": 1,
 }  # fmt: skip
 
 
@@ -63,11 +63,15 @@ def _accelerator(row: dict[str, Any]) -> Any:
     """An Accelerator that runs the engine on a CPU: the process group first, then the state that the engine asks for."""
     from accelerate import Accelerator
     from accelerate.state import DistributedType, PartialState
-    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin
+    from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
 
     strategy = row["strategy"]
     options: dict[str, Any] = {}
     PartialState(cpu=True)
+    if row["tp"] > 1:
+        # A mesh of GPU-like ranks is what Accelerate's parallelism asks for; the model itself lies on the CPU.
+        PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
+        options["parallelism_config"] = ParallelismConfig(tp_size=row["tp"])
     if strategy.startswith("fsdp"):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
@@ -89,10 +93,28 @@ def _accelerator(row: dict[str, Any]) -> Any:
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
     mixed = "no" if row["precision"] == "fp32" else row["precision"]
     accelerator = Accelerator(mixed_precision=mixed, gradient_accumulation_steps=row["accumulate"], **options)
-    wanted = {"single": "NO", "ddp": "MULTI_CPU"}.get(strategy, "FSDP" if strategy.startswith("fsdp") else "DEEPSPEED")
+    engine = "FSDP" if strategy.startswith("fsdp") else "DEEPSPEED"
+    wanted = {"single": "NO", "ddp": "MULTI_GPU" if row["tp"] > 1 else "MULTI_CPU"}.get(strategy, engine)
     if accelerator.distributed_type.value != wanted:
         raise RuntimeError(f"asked for {strategy}, got {accelerator.distributed_type.value}")
     return accelerator
+
+
+def _tensor_parallel(model: Any, row: dict[str, Any]) -> Any:
+    """The model loaded again, each rank its shards, as transformers' tensor parallelism wants it."""
+    import torch
+    from safetensors.torch import save_model
+    from transformers.distributed import DistributedConfig
+
+    with tempfile.TemporaryDirectory() as folder:
+        model.config.save_pretrained(folder)
+        save_model(model, str(Path(folder) / "model.safetensors"), metadata={"format": "pt"})
+        model = type(model).from_pretrained(folder, attn_implementation=row["attention"],
+                                            distributed_config=DistributedConfig(tp_size=row["tp"]))
+        copies = {parameter: torch.nn.Parameter(parameter.detach().clone()) for parameter in model.parameters()}
+        for module in model.modules():  # off the mapped file, into memory that is counted
+            module._parameters.update({name: copies[p] for name, p in module._parameters.items() if p is not None})
+    return model
 
 
 def _rank(row: dict[str, Any], out: Path) -> None:
@@ -111,6 +133,8 @@ def _rank(row: dict[str, Any], out: Path) -> None:
     start = counter.live()
     accelerator = _accelerator(row)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation=row["attention"])
+    if row["tp"] > 1:
+        model = _tensor_parallel(model, row)
     if row["lora_rank"]:
         from peft import LoraConfig, get_peft_model
 

@@ -12,7 +12,8 @@ import pytest
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS: list[dict[str, Any]] = [
     {"strategy": "single", "model": "gpt2", "precision": "bf16", "world": 1},
-    {"strategy": "ddp", "model": "llama", "accumulate": 2},
+    {"strategy": "ddp", "model": "llama", "accumulate": 2, "attention": "sdpa"},
+    {"strategy": "ddp", "model": "qwen3", "tp": 2, "attention": "sdpa"},
     {"strategy": "fsdp", "model": "qwen3", "precision": "bf16"},
     {"strategy": "zero2", "model": "llama", "precision": "bf16", "bucket": 3_000_000},
     {"strategy": "zero3", "model": "llama", "bucket": 2_000_000, "persist": 10_000, "checkpointing": "full"},

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from toolkit.strategies.lowering import Engine
     from toolkit.timeline.tape import CompactSource, Program, Tape
     from toolkit.timeline.trace import ModelTrace
+    from toolkit.timeline.tracing import Numerics
 
 _TRACED_FIELDS = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "precision", "weights_dtype", "attention",
                   "loss", "compile", "loss_only", "task", "variant")
@@ -34,6 +35,8 @@ def engine_class(plan: Plan) -> type[Engine]:
     from toolkit.strategies.zero.memory import Zero12Engine
     from toolkit.strategies.zero.memory3 import Zero3Engine
 
+    if plan.strategy == "ddp" and plan.tp > 1:
+        return Engine  # Accelerate wraps no tensor-parallel model in DDP (accelerator.py, `prepare_model`)
     table: dict[str, type[Engine]] = {
         "single": Engine, "ddp": DdpEngine, "fsdp": FsdpEngine, "fsdp-grad": FsdpEngine, "hsdp": FsdpEngine,
         "zero1": Zero12Engine, "zero2": Zero12Engine, "zero3": Zero3Engine,
@@ -56,7 +59,7 @@ class Estimator:
 
     def trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> ModelTrace:
         """The model's trace under the numerics of the plan's engine."""
-        return self._trace(workload, engine_class(plan).numerics(workload, plan, _device(cluster)))
+        return self._trace(workload, _numerics(workload, plan, cluster))
 
     def _trace(self, workload: Workload, numerics: Any) -> ModelTrace:
         from toolkit.timeline.tracing import trace_model
@@ -111,8 +114,9 @@ class Estimator:
 
         check_plan(plan, workload, cluster)
         kind = engine_class(plan)
-        numerics = kind.numerics(workload, plan, _device(cluster))
-        program = (self._full_program if detail else self._quick_program)(workload, numerics, kind)
+        numerics = _numerics(workload, plan, cluster)
+        make = self._full_program if detail else self._quick_program
+        program = make(workload, numerics, kind)
         # A sweep over the accumulation plays the same micro-batches again and again: only the time differs.
         key = (workload.with_(accumulate=min(workload.accumulate, PLAYED_MICRO_BATCHES)), plan, cluster, detail)
         if key not in self._memories:
@@ -124,7 +128,7 @@ class Estimator:
             cluster=cluster,
             plan=plan,
             memory=self._memories[key],
-            time=step_time(program.trace, workload, plan, cluster),
+            time=step_time(make(workload, numerics.whole(), kind).trace, workload, plan, cluster),
         )
 
     def timeline(self, workload: Workload, plan: Plan, cluster: Cluster, *, points: int = 600) -> dict[str, Any]:
@@ -139,12 +143,18 @@ class Estimator:
 
         check_plan(plan, workload, cluster)
         kind = engine_class(plan)
-        program = self._full_program(workload, kind.numerics(workload, plan, _device(cluster)), kind)
+        program = self._full_program(workload, _numerics(workload, plan, cluster), kind)
         return thinned(lower(program, kind(program.trace, workload, plan, cluster)), points)
 
 
 def _device(cluster: Cluster) -> str:
     return "cpu" if cluster.gpu.is_cpu else "cuda"
+
+
+def _numerics(workload: Workload, plan: Plan, cluster: Cluster) -> Numerics:
+    """How the plan's engine computes, as one of the ranks that share the layers or the sequence."""
+    own = engine_class(plan).numerics(workload, plan, _device(cluster))
+    return replace(own, tp=plan.tp)
 
 
 def _key(workload: Workload, numerics: Any) -> Any:
@@ -173,8 +183,8 @@ def _facts(model: ModelSpec, trace: ModelTrace) -> ModelFacts:
         name=model.name,
         kind=trace.kind,
         architecture=trace.architecture,
-        parameters=sum(p.numel if p.floating else 2 * p.numel for p in trace.parameters),  # two packed weights a byte
-        trainable_parameters=sum(p.numel for p in trace.trainable),
+        parameters=sum(p.whole if p.floating else 2 * p.whole for p in trace.parameters),  # two packed weights a byte
+        trainable_parameters=sum(p.whole for p in trace.trainable),
         layers=len(trace.layer_paths),
         vocab_size=trace.vocab_size,
         hidden_size=trace.hidden_size,

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError, nearest
 from toolkit.specs import ModelSpec, Workload
+from toolkit.timeline.shards import like, local
 
 if TYPE_CHECKING:
     import torch
@@ -238,7 +239,8 @@ def materialise(model: nn.Module) -> None:
     memo: dict[int, Any] = {}
 
     def fake(tensor: torch.Tensor) -> torch.Tensor:
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+        shard = local(tensor)
+        return like(tensor, torch.empty_strided(shard.shape, shard.stride(), dtype=tensor.dtype, device="cpu"))
 
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -8,6 +8,7 @@ from typing import Any
 from toolkit.specs import Workload
 from toolkit.timeline.build import BuiltModel, Stack
 from toolkit.timeline.recorder import RawMark, RawMemory, Recorder, Segment
+from toolkit.timeline.shards import local
 from toolkit.timeline.trace import Item, Mark, Memory, ModelTrace, Operation, ParameterInfo
 
 
@@ -199,8 +200,9 @@ def _parameters(built: BuiltModel, itemsizes: dict[str, int]) -> tuple[Parameter
         prefix_old = source.rpartition(".")[0]
         prefix_new = name.rpartition(".")[0]
         modules = tuple(prefix_new if path == prefix_old else path for path in holders[id(parameter)])
-        infos.append(ParameterInfo(name, parameter.numel(), tuple(parameter.shape), itemsizes[source],
-                                   parameter.requires_grad, parameter.is_floating_point(), modules))
+        mine = local(parameter)
+        infos.append(ParameterInfo(name, mine.numel(), tuple(mine.shape), itemsizes[source], parameter.requires_grad,
+                                   parameter.is_floating_point(), modules, parameter.numel()))
     return tuple(infos)
 
 

@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from toolkit.timeline.kernels import kernel_cost, kernel_temporary
+from toolkit.timeline.shards import local, wrapper_classes
 from toolkit.timeline.trace import MarkKind
 
+_WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _DEVICE = torch.ops.prim.device.default
 
@@ -92,11 +94,12 @@ class Recorder(TorchDispatchMode):
         self._in_backward_of = ""
         self.inputs_without_gradient: set[str] = set()
         self.entries_without_gradient: set[str] = set()
+        self.wrappers: tuple[type, ...] = wrapper_classes()
 
     # -- storages ----------------------------------------------------------------------------------------------
 
     def _see(self, tensor: torch.Tensor) -> int:
-        storage = tensor.untyped_storage()
+        storage = local(tensor).untyped_storage()
         address = storage._cdata
         if address in self.known:
             return -1
@@ -128,6 +131,10 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _DEVICE:  # Two calls of three, and no storage among them.
             return func(*args, **kwargs)
+        if any(issubclass(kind, self.wrappers) for kind in types):
+            return NotImplemented  # a DTensor: it comes back as operators on this rank's shards
+        if func is _WAIT:
+            return args[0]  # it waits in place; on fake tensors it would make a copy
         if self.phase == "backward":
             self._follow_backward()
         out = func(*args, **kwargs)

@@ -63,6 +63,8 @@ class ParameterInfo:
     """False: packed integers (4-bit weights), which no engine casts or shards by itself."""
     modules: tuple[str, ...] = ()
     """Paths of the modules that hold it; more than one when tied."""
+    whole: int = 0
+    """Elements of all tensor-parallel ranks together; `numel` and `shape` are this rank's."""
 
     @property
     def nbytes(self) -> int:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 from toolkit.errors import UserError
 from toolkit.specs import ModelSpec, Workload
 from toolkit.timeline.build import BuiltModel, build, materialise
 from toolkit.timeline.expand import expand
+from toolkit.timeline.shards import local
 from toolkit.timeline.trace import ModelTrace
 
 
@@ -24,6 +26,12 @@ class Numerics:
     cast_buffers: bool = False
     """DeepSpeed casts floating buffers too; FSDP leaves them."""
     checkpointing: Literal["none", "selective", "full"] = "none"
+    tp: int = 1
+    """Ranks that share each layer's products; the trace is the first one's."""
+
+    def whole(self) -> Numerics:
+        """The same without ranks that share the work: what the job computes in all."""
+        return replace(self, tp=1)
 
 
 def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> ModelTrace:
@@ -35,11 +43,15 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from toolkit.timeline import adapters, semantics
+    from toolkit.timeline import adapters, semantics, tensor_parallel
 
     built = build(spec, workload, semantics.attention_name(workload.attention, numerics.device))
-    adapters.freeze_and_adapt(built.model, workload)
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with ExitStack() as stack:
+        mesh = stack.enter_context(tensor_parallel.ranks(numerics.tp))
+        if mesh is not None:
+            tensor_parallel.split(spec.name, built, mesh)
+        adapters.freeze_and_adapt(built.model, workload)
+        stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         materialise(built.model)
         itemsizes = {name: p.element_size() for name, p in built.model.named_parameters()}
         _cast(built.model, numerics)
@@ -101,7 +113,8 @@ def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
     known: dict[int, int] = {}
     held = [*model.parameters(), *model.buffers(), *(v for v in batch.values() if isinstance(v, torch.Tensor))]
     for tensor in held:
-        known[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        storage = local(tensor).untyped_storage()
+        known[storage._cdata] = storage.nbytes()
     layers = {f"{stack.path}.{i}" for stack in built.stacks for i in range(len(stack.kept))}
     recorder = Recorder(model, layers, known, numerics.device == "cpu")
     head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None

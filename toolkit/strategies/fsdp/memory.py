@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.strategies.lowering import Engine
+from toolkit.strategies.parallel import launch as parallel
 from toolkit.timeline.optimizers import OptimizerTensor
 from toolkit.timeline.tape import Tape
 from toolkit.timeline.trace import Mark, ModelTrace, ParameterInfo
@@ -51,9 +52,8 @@ class FsdpEngine(Engine):
     def __init__(self, trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster) -> None:
         super().__init__(trace, workload, plan, cluster)
         self.mixed = workload.precision if workload.precision in ("bf16", "fp16") else None
-        self.shard = self.world
-        if plan.strategy == "hsdp":
-            self.shard = min(plan.shard_size or cluster.gpus_per_node, self.world)
+        # Context-parallel ranks share the shards, tensor-parallel ranks hold other parameters (Accelerate's dp_shard_cp mesh).
+        self.shard = parallel.shard_size(plan, cluster) * plan.cp
         self.offload = plan.offload == "all" and self.device != "cpu"
         self.units = self._carve()
         self.unit_of = {module: unit for unit in self.units for module in unit.modules}
@@ -74,6 +74,13 @@ class FsdpEngine(Engine):
         """Gradients, and the beginnings and ends of what can be a unit."""
         names = {*trace.layer_paths, trace.input_embedding, trace.output_embedding, trace.final_norm, ""}
         return lambda mark: mark.kind in ("gradient", "backward-done") or mark.name in names
+
+    def notes(self) -> list[str]:
+        found = super().notes()
+        if self.plan.tp > 1 and not parallel.composes_with_fsdp():
+            found.append("the installed Accelerate can't start fsdp with tp: it looks for ReplicateParallel, which the installed "
+                         "transformers no longer has; the figure is FSDP2's over the tensor-parallel shards")
+        return found
 
     # -- units -------------------------------------------------------------------------------------------------
 

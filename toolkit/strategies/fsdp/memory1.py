@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.strategies.lowering import Engine
+from toolkit.strategies.parallel import launch as parallel
 from toolkit.timeline.optimizers import OptimizerTensor
 from toolkit.timeline.tape import Tape
 from toolkit.timeline.trace import Mark, ModelTrace, ParameterInfo
@@ -56,9 +57,8 @@ class Fsdp1Engine(Engine):
     def __init__(self, trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster) -> None:
         super().__init__(trace, workload, plan, cluster)
         self.mixed = workload.precision if workload.precision in ("bf16", "fp16") else None
-        self.shard = self.world
-        if plan.strategy == "hsdp":
-            self.shard = min(plan.shard_size or cluster.gpus_per_node, self.world)
+        # Context-parallel ranks share the shards, tensor-parallel ranks hold other parameters (Accelerate's dp_shard_cp mesh).
+        self.shard = parallel.shard_size(plan, cluster) * plan.cp
         self.offload = plan.offload == "all" and self.device != "cpu"
         self.reshard = plan.strategy != "fsdp-grad"
         self.units = self._carve()

@@ -34,6 +34,14 @@ def shard_size(plan: Plan, cluster: Cluster) -> int:
     return plan.shard_size or min(ranks, max(1, cluster.gpus_per_node // (plan.tp * plan.cp)))
 
 
+def composes_with_fsdp() -> bool:
+    """Whether the installed transformers has what Accelerate's `_prepare_tp` imports to put FSDP2 around tensor parallelism;
+    those that split parameters by DTensors on their own (5.24) have it no more."""
+    import transformers.integrations.tensor_parallel as tensor_parallel
+
+    return hasattr(tensor_parallel, "ReplicateParallel")
+
+
 def check(plan: Plan, workload: Workload, cluster: Cluster, axes: tuple[str, ...]) -> None:
     """Hold the degrees to the number of ranks, the engine and the workload.
 
@@ -71,6 +79,11 @@ def check(plan: Plan, workload: Workload, cluster: Cluster, axes: tuple[str, ...
         raise UserError(
             f"tp {plan.tp} takes all {world} GPUs and leaves {plan.strategy} none to shard over; use ddp, or "
             "a smaller tp"
+        )
+    if plan.tp > 1 and workload.method != "full":
+        raise UserError(
+            f"tp {plan.tp} and method {workload.method} exclude each other: peft can't train adapters on layers that "
+            "transformers has split; use fsdp or zero3, or method full"
         )
     _check_sequence(plan, workload, cluster)
 
