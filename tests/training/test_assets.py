@@ -25,7 +25,7 @@ def test_they_say_what_the_model_is_and_travel_with_a_checkpoint(
     model = build_model(config, Source(str(tiny_model), random=False), model_config, tokenizer, accelerator)
     write_assets(tmp_path / FOLDER, model, tokenizer, model_config)
     (tmp_path / "checkpoint").mkdir()
-    files = carry_assets(tmp_path, tmp_path / "checkpoint")
+    files = carry_assets(tmp_path / FOLDER, tmp_path / "checkpoint")
     carried = tmp_path / "checkpoint" / FOLDER
     assert set(files) == {f"{FOLDER}/{file.name}" for file in carried.iterdir()}
     kept = json.loads((carried / "config.json").read_text(encoding="utf-8"))
@@ -36,4 +36,4 @@ def test_they_say_what_the_model_is_and_travel_with_a_checkpoint(
 
 
 def test_a_run_without_them_carries_none(tmp_path: Path) -> None:
-    assert carry_assets(tmp_path, tmp_path / "checkpoint") == {}
+    assert carry_assets(tmp_path / FOLDER, tmp_path / "checkpoint") == {}

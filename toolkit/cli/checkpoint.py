@@ -19,6 +19,8 @@ def register(app: typer.Typer) -> None:
     group.command("inspect", epilog=epilog.format("inspect"))(inspect)
     group.command("verify", epilog=epilog.format("verify") + ". Exit status: 0 sound, 2 not sound or bad input.")(verify)
     group.command("export", epilog="Example: toolkit checkpoint export runs/first exported --dtype bf16")(export)
+    epilog = "Example: toolkit checkpoint convert global_step500 runs/next/checkpoints/step-00000500"
+    group.command("convert", epilog=epilog)(convert)
     app.add_typer(group, name="checkpoint")
 
 
@@ -27,6 +29,11 @@ OUT = typer.Argument(..., metavar="OUT", help="The folder to make.")
 DTYPE = typer.Option("auto", "--dtype", help="fp32, bf16, fp16, or auto: as the run was told, else as the model's config says.")
 MERGE = typer.Option(False, "--merge", help="Of adapters: the model with them in it instead of the adapters alone.")
 SHARD = typer.Option("5GB", "--max-shard-size", help="Files of at most this size: 5GB, 500MB, ...")
+TO = typer.Option("toolkit", "--to", help="toolkit, deepspeed, deepspeed-universal, accelerate-fsdp or dcp.")
+DS_CONFIG = typer.Option(None, "--ds-config", help="With --to deepspeed: the DeepSpeed config that will load it (stage, "
+                         "sub_group_size, bf16); by default the stage that wrote the checkpoint.")
+PROCESSES = typer.Option(None, "--processes", min=1, help="With --to deepspeed: how many processes will load it; by default as "
+                         "many as wrote it.")
 MODEL = typer.Option(None, "--model", help="A folder with the model's config and tokenizer (to merge: the base, with weights), "
                      "for a checkpoint that does not say of what model it is.")
 
@@ -78,6 +85,30 @@ def export(
         typer.echo(f"note: {note}")
     typer.echo(f"{written.folder}: {written.tensors} tensors, {format_size(written.bytes)} in {written.dtype}, "
                f"{len(written.files)} file{'s' if len(written.files) > 1 else ''}")
+    return 0
+
+
+def convert(
+    path: Path = PATH, out: Path = OUT, to: str = TO, model: Path | None = MODEL, ds_config: Path | None = DS_CONFIG,
+    processes: int | None = PROCESSES, json: o.Json = False,
+) -> int:
+    """Turn it into another format, or another format into a checkpoint of this toolkit: weights, optimizer state, step."""
+    from dataclasses import asdict
+
+    from toolkit.training.convert import write
+    from toolkit.training.convert.read import hold
+    from toolkit.units import format_count
+
+    held = hold(path)
+    engine = write.engine_of(held, ds_config, processes) if to == "deepspeed" else None
+    done = write.convert(held, out, to, model=model, engine=engine)
+    if json:
+        typer.echo(json_module.dumps({"schema": 1, **asdict(done)}, default=str))
+        return 0
+    for note in done.notes:
+        typer.echo(f"note: {note}")
+    typer.echo(f"{done.folder}: {done.target} from {done.source}, step {done.step:,}, {', '.join(done.kinds)} of "
+               f"{format_count(done.parameters)} parameters")
     return 0
 
 

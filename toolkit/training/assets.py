@@ -14,6 +14,7 @@ from toolkit.training.state.manifest import flush
 from toolkit.training.state.store import checksum
 
 FOLDER = "model"
+SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 def write_assets(folder: Path, model: Any, tokenizer: Any, model_config: Any) -> None:
@@ -34,12 +35,11 @@ def write_assets(folder: Path, model: Any, tokenizer: Any, model_config: Any) ->
     tokenizer.save_pretrained(folder)
 
 
-def carry_assets(run: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Copy what a run folder keeps of its model into a checkpoint; returns file name to {"bytes", "xxh3"} for its
-    manifest. Raises OSError."""
+def carry_assets(source: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
+    """Copy them from a folder into a checkpoint; returns file name to {"bytes", "xxh3"} for its manifest. Raises OSError."""
     found = {}
-    for file in sorted((run / FOLDER).glob("*")):
-        if file.is_file():
+    for file in sorted(path for pattern in SMALL for path in source.glob(pattern)):
+        if file.is_file() and not file.name.endswith(".index.json"):
             target = checkpoint / FOLDER / file.name
             target.parent.mkdir(exist_ok=True)
             shutil.copy(file, target)

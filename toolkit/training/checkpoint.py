@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
-from toolkit.training.assets import carry_assets
+from toolkit.training.assets import FOLDER, carry_assets
 from toolkit.training.config import TrainConfig
 from toolkit.training.run_folder import versions, write_json
 from toolkit.training.state.manifest import (
@@ -241,7 +241,7 @@ class Checkpoints:
 
         identity = asdict(self.identity)
         try:
-            files.update(carry_assets(self.folder.parent, scratch))
+            files.update(carry_assets(self.folder.parent / FOLDER, scratch))
             write_json(scratch / STATE, {
                 "progress": asdict(progress),
                 "schedule": {"position": progress.step - progress.skipped},

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from toolkit.errors import UserError
+from toolkit.training.assets import SMALL
 from toolkit.training.convert.held import Held
 from toolkit.training.convert.merge import adapter_config, adapter_weights, find_base, merged
 from toolkit.training.export import DTYPES, NAMES
@@ -23,8 +24,6 @@ from toolkit.training.run_folder import write_json
 from toolkit.training.state.live import difference
 from toolkit.training.state.store import Lazy, write_tensors
 from toolkit.units import format_size
-
-_SMALL = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken")
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def export(held: Held, out: Path, *, dtype: str = "auto", merge: bool = False, s
     alone = held.is_adapter and not merge
     if alone:
         adapter_config(assets)
-    config = _config(assets) if not alone or (assets / "config.json").is_file() else None
+    config = config_of(assets) if not alone or (assets / "config.json").is_file() else None
     target = _dtype(dtype, config, held)
     if alone:
         tensors = _cast(adapter_weights(held), target)
@@ -111,14 +110,15 @@ def _merged(held: Held, config: Any, assets: Path, source: Path | None) -> dict[
     has = next((folder for folder in (held.assets, assets) if folder and (folder / "adapter_config.json").is_file()), assets)
     settings = adapter_config(has)
     base = source or find_base(settings)
-    rows, there = (_config(folder).get_text_config().vocab_size for folder in (held.assets or assets, base))
+    rows, there = (config_of(folder).get_text_config().vocab_size for folder in (held.assets or assets, base))
     if rows != there:
         raise UserError(f"{held.path} was trained with a vocabulary of {rows} rows, {base} has {there}: the added rows were "
                         "not trained and are in no file; resize the base to the run's tokenizer, then name its folder by --model")
     return merged(held, empty_model(config), settings, base)
 
 
-def _config(assets: Path) -> Any:
+def config_of(assets: Path) -> Any:
+    """The model's config in a folder. Raises UserError."""
     from transformers import AutoConfig
 
     try:
@@ -275,7 +275,7 @@ def _write_rest(folder: Path, assets: Path, config: Any, dtype: torch.dtype) -> 
     """Everything beside the weights: the tokenizer, and the model's config with the dtype of the export; without it, an
     adapter's."""
     own = {"config.json", "generation_config.json"} if config is None else {"config.json", "adapter_config.json"}
-    for file in sorted(path for pattern in _SMALL for path in assets.glob(pattern)):
+    for file in sorted(path for pattern in SMALL for path in assets.glob(pattern)):
         if file.name not in own and not file.name.endswith(".index.json"):
             shutil.copyfile(file, folder / file.name)
     if config is not None:

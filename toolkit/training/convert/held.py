@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,44 @@ def _config_of(folder: Path, state: dict[str, Any]) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def from_tensor(tensor: torch.Tensor, shape: tuple[int, ...] | None = None) -> Lazy:
-    """A tensor that is there already (or mapped from a file)."""
+def from_tensor(tensor: torch.Tensor) -> Lazy:
+    """A tensor that is there already, or mapped from a file."""
     flat = tensor.detach().reshape(-1)
-    return Lazy(tensor.dtype, tuple(tensor.shape) if shape is None else shape, lambda start, numel: flat[start : start + numel])
+    return Lazy(tensor.dtype, tuple(tensor.shape), lambda start, numel: flat[start : start + numel])
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Consecutive elements of a flattened tensor, as some file has them."""
+
+    start: int
+    """Position of the first in the whole."""
+    tensor: torch.Tensor
+    """One dimension; may be mapped from a file."""
+
+
+def from_stretches(shape: tuple[int, ...], stretches: list[Stretch], what: str) -> Lazy:
+    """A tensor that lies in pieces.
+
+    Raises:
+        UserError: `what` is not whole.
+    """
+    stretches = sorted(stretches, key=lambda stretch: stretch.start)
+    reached = 0
+    for stretch in stretches:
+        if stretch.start > reached:
+            break
+        reached = max(reached, stretch.start + stretch.tensor.numel())
+    if reached < math.prod(shape):
+        raise UserError(f"{what} is not whole: elements {reached} to {math.prod(shape)} are in no file")
+
+    def read(start: int, numel: int) -> torch.Tensor:
+        parts, reached = [], start
+        for stretch in stretches:
+            begin, end = reached - stretch.start, min(start + numel - stretch.start, stretch.tensor.numel())
+            if 0 <= begin < end:
+                parts.append(stretch.tensor[begin:end])
+                reached = stretch.start + end
+        return torch.cat(parts)
+
+    return Lazy(stretches[0].tensor.dtype, shape, read)

@@ -58,6 +58,10 @@ class Lazy:
         """All of it in its shape."""
         return self.read(0, self.numel()).view(self.shape)
 
+    def flat(self) -> Lazy:
+        """The same in one dimension."""
+        return Lazy(self.dtype, (self.numel(),), self.read, self.at_once)
+
     def to(self, dtype: torch.dtype) -> Lazy:
         """The same in another dtype."""
         return Lazy(dtype, self.shape, lambda start, numel: self.read(start, numel).to(dtype), self.at_once)
@@ -76,7 +80,7 @@ class Fragment:
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     tensor: Any
-    """A tensor of one dimension, or a Lazy of any."""
+    """A tensor of one dimension, or a Lazy of one."""
     copy: tuple[int, int] = (0, 1)
     """(index, number) among the ranks that hold the same part: each of them writes its share."""
 
