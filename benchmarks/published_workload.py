@@ -110,17 +110,30 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
     text, loss_text = task + " " + precision, row["loss_impl"].lower()
     quantization = "nf4-dq"
     if "gptq" in text:
-        quantization = "gptq"
+        # fms-acceleration asks for triton; transformers' GPTQConfig(disable_exllama=True) gets qlinear_cuda_old
+        quantization = "gptq" if source.startswith("fms") else "gptq-torch"
     elif "int8" in text:
         quantization = "int8"
     elif not re.search(r"nf4-dq|double[- ]?quant|dq", text) and re.search(r"bnb|nf4|fp4", text) and "torchtune" not in source:
         quantization = "nf4"
-    dropout = re.search(r"dropout=([\d.]+)", task)
+    stated = re.search(r"dropout=([\d.]+)", task)
+    # finetune/lora.py of litgpt and finetune.py of Qwen: lora_dropout 0.05 unless a file says otherwise
+    dropout = float(stated[1]) if stated else 0.05 if re.search("litgpt|qwen readme", source) and method != "full" else 0.0
+    litgpt = "litgpt" in source
+    adapted = ",".join(p for p in "qkv" if re.search(rf"targets=\S*\b{p}\b", task))
     peft = any(s in source for s in _HUGGING_FACE) and "answer" not in source
     return Variant(
         quantization=quantization,  # type: ignore[arg-type]
         adapter_dtype="fp32" if peft else "weights",
-        adapter_dropout=float(dropout[1]) if dropout else 0.0,
+        adapter_dropout=dropout,
+        packs_head=litgpt,
+        unpacks_twice=litgpt,
+        fp32_output=litgpt,
+        # its resource tables run the longest sample first, so that no other is there
+        graph_stays=litgpt and "is run first" not in row["notes"],
+        fused_qkv=(adapted or "none") if litgpt else "",
+        # Lightning's FSDPStrategy keeps use_orig_params and wraps by block
+        mixed_flat=litgpt,
         # TRL does not prepare a model that FSDP will shard (trl/trainer/sft_trainer.py, is_sharded_qlora)
         upcast_rest=method == "qlora" and ("upcast" in precision or "4bit-transformers" in source)
         and "fsdp" not in row["strategy"].lower(),
@@ -137,7 +150,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
         # own option wrap the layer inside the unit
         reentrant=bool(re.search(r"^fms|^peft|factory", source)),
-        keep_logits="cookbook" in source and "not kept" not in row["notes"],
+        keep_logits="cookbook" in source and "not kept" not in row["notes"] or litgpt,
         optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
         every_second_matmul="torchtitan" in source,
         expert_loop="mixtral" in row["model"].lower(),
@@ -145,7 +158,6 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         shard_packed="torchtune" in source,
         reduce_fp32="fp32 reduce" in precision,
         frozen_stays=bool(re.search(r"torch (1\.|2\.0)", row["software"].lower())),
-        load_whole="litgpt resource" in source and "fsdp" in row["strategy"].lower(),
     )  # fmt: skip
 
 
@@ -189,7 +201,9 @@ def case_of(row: Row) -> Case:
     if batch is None or length is None:
         raise NotExpressible("the row states no batch or sequence length")
     rank = re.search(r"\br=(\d+)", row["task"])
-    accumulate = re.search(r"(?:accumulation|grad_accum)[ =](\d+)", row["notes"])
+    stated = re.search(r"(?:accumulation|grad_accum)[ =](\d+)", row["notes"])
+    # litgpt's global batch is several micro-batches in every file of its config hub and in its scripts
+    accumulate = int(stated[1]) if stated else 2 if "litgpt" in row["source"] else 1
     attention = row["attention"].lower()
     fused = "fused" in row["optimizer"].lower() or "torchtune" in row["source"].lower() or plan.strategy.startswith("zero")
     # foreach is torch's default on CUDA from 2.0 on; llm-foundry's DecoupledAdamW loops
@@ -202,7 +216,7 @@ def case_of(row: Row) -> Case:
     workload = Workload(
         method=method, lora_rank=int(rank[1]) if rank else 64 if "3B_" in row["task"] else 16 if "70B" in row["task"] else 8,  # type: ignore[arg-type]
         lora_targets=_targets(row, spec) if method != "full" else "all-linear", seq_len=length, micro_batch=batch,
-        accumulate=int(accumulate[1]) if accumulate else 1, precision=precision, weights_dtype=weights,  # type: ignore[arg-type]
+        accumulate=accumulate, precision=precision, weights_dtype=weights,  # type: ignore[arg-type]
         optimizer=_optimizer(row), optimizer_impl=impl,  # type: ignore[arg-type]
         attention="eager" if attention.startswith("eager") else "flash" if "flash" in attention else "sdpa",
         loss=loss, variant=_variant(row, method, code), **options,  # type: ignore[arg-type]

@@ -28,6 +28,9 @@ ESTIMATORS: dict[Any, Estimator] = {}
         ("fms-099", 3.0),  # QLoRA of a mixture, expert by expert
         ("fms-208", 0.5),  # FSDP1, fp32 flat parameters
         ("fms-218", 5.0),  # FSDP1 with a frozen base under reentrant checkpointing: inputs and their gradients stay
+        ("litgpt-014", 1.0),  # LoRA in a fused product, logits in fp32
+        ("litgpt-059", 3.0),  # QLoRA: the last batch's inputs of packed layers are there through the next forward
+        ("litgpt-034", 2.0),  # FSDP1: frozen and trained in one flat parameter, accumulated whole under no_sync
         ("fms-150", 2.0),  # FSDP1, the loss decides
         ("titan-023", 4.0),  # FSDP2, reserved: streams of their own, every second product saved
         ("titan-034", 2.0),  # FSDP2, reserved, the optimizer step

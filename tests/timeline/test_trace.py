@@ -79,6 +79,14 @@ def test_autocast_on_cuda_keeps_fp32_norms_and_16_bit_products() -> None:
     assert 64 * 96 * 2 not in {i.delta for i in fp32.items if isinstance(i, Memory) and "gate_proj" in i.module}
 
 
+def test_sdpa_of_whole_rows_takes_no_mask() -> None:
+    """transformers sees on real tensors that a row is one sequence, and lets the flash kernel be causal by itself."""
+    work = WORK.with_(attention="sdpa", precision="bf16", seq_len=416, micro_batch=1)
+    sizes = {item.delta for item in trace_model(spec("llama"), work, Numerics(device="cuda", autocast="bf16")).items
+             if isinstance(item, Memory)}
+    assert not {416 * 416, 2 * 416 * 416, 4 * 416 * 416} & sizes
+
+
 def test_lora_leaves_gradients_for_adapters_only() -> None:
     trace = trace_model(spec("llama"), WORK.with_(method="lora", lora_rank=4), Numerics())
     assert all("lora_" in p.name for p in trace.trainable)

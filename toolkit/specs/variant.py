@@ -10,7 +10,7 @@ from typing import Literal
 
 from toolkit.specs.check import check_choices
 
-Quantization = Literal["nf4-dq", "nf4", "gptq", "int8"]
+Quantization = Literal["nf4-dq", "nf4", "gptq", "gptq-torch", "int8"]
 AdapterDtype = Literal["fp32", "weights"]
 LossCode = Literal["current", "shifted", "upcast", "chunks", "native"]
 Kernels = Literal["model", "fused-norm", "liger"]
@@ -21,13 +21,21 @@ class Variant:
     """Details of a run that change its memory."""
 
     quantization: Quantization = "nf4-dq"
-    """Of the frozen base under qlora: NF4 (or FP4) with or without the second quantization, GPTQ with groups of 128, LLM.int8."""
+    """Of the frozen base under qlora: NF4 (or FP4) with or without the second quantization, GPTQ with groups of 128 by its triton
+    kernels or unpacked by torch's operators, LLM.int8."""
     adapter_dtype: AdapterDtype = "fp32"
     """peft casts trainable adapters to fp32 (autocast_adapter_dtype); other libraries leave them in the weights' dtype."""
     adapter_dropout: float = 0.0
     saves_packed_inputs: bool = False
     """True: a packed linear layer keeps its input for the backward although nothing uses it (bitsandbytes before 0.43,
     `MatMul4Bit`: `ctx.tensors = (A, B)`; later ones keep `(None, B)`)."""
+    packs_head: bool = False
+    """True: the output layer is packed as well (Lightning's BitsandbytesPrecision, which replaces every linear layer)."""
+    unpacks_twice: bool = False
+    """True: weights were packed from fp16, so each is unpacked to fp16 and then cast (the same plugin)."""
+    fused_qkv: str = ""
+    """One product for query, key and value, and which of them ("q,v") have adapters there (litgpt); "none": no adapters;
+    empty: the model's own code."""
     upcast_rest: bool = False
     """True: what is not quantized is cast to fp32 (peft's prepare_model_for_kbit_training)."""
     trainable_modules: str = ""
@@ -47,6 +55,11 @@ class Variant:
     low_precision_layernorm); liger: that, and SwiGLU that saves gate and up."""
     reentrant: bool = False
     """True: torch's reentrant checkpointing (the default of Hugging Face's Trainer to transformers 4.5x)."""
+    fp32_output: bool = False
+    """True: logits are cast to fp32 when they leave the model (Lightning Fabric's `convert_output`)."""
+    graph_stays: bool = False
+    """True: the loop names the loss until the next forward gives another, and with it what a custom function of its graph holds
+    outside `save_for_backward` (bitsandbytes' `ctx.tensors`): the inputs of packed layers are there through the next one."""
     keep_logits: bool = False
     """True: the training loop still names the logits while backward runs."""
     optimizer_in_backward: bool = False
@@ -61,11 +74,12 @@ class Variant:
     """True: packed 4-bit weights are sharded with the rest (FSDP1 with a floating quant_storage, torchao's NF4)."""
     reduce_fp32: bool = False
     """True: FSDP2 reduces gradients in fp32 under mixed precision (torchtitan); Accelerate reduces them in the low precision."""
+    mixed_flat: bool = False
+    """True: frozen and trained parameters share FSDP1's flat parameter (use_orig_params without a wrap policy of their own),
+    whose gradient is as large as all of it."""
     frozen_stays: bool = False
     """True: FSDP1 reshards units with frozen parameters only when the whole backward is done (torch before 2.1,
     pytorch/pytorch#95805 and #101982)."""
-    load_whole: bool = False
-    """True: a whole checkpoint is loaded into the sharded model, all units gathered at once."""
 
     def __post_init__(self) -> None:
         check_choices(self)

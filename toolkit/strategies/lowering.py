@@ -138,6 +138,7 @@ def lower(program: Program, engine: Engine) -> Tape:
     """The timeline of one rank over `STEPS` optimizer steps. Of many micro-batches only the first, an inner and the last
     one are played: the inner ones are alike."""
     tape = Tape(program)
+    old = _OldGraph()
     engine.setup(tape)
     micro_batches = min(engine.workload.accumulate, PLAYED_MICRO_BATCHES)
     for _ in range(STEPS):
@@ -146,13 +147,22 @@ def lower(program: Program, engine: Engine) -> Tape:
             tape.micro += 1
             tape.phase = "forward"
             engine.micro_begins(tape, i == 0, i == micro_batches - 1)
-            _walk(program, engine, tape)
+            _walk(program, engine, tape, old)
         tape.phase = "optimizer"
         engine.step(tape)
     return tape
 
 
-def _walk(program: Program, engine: Engine, tape: Tape) -> None:
+@dataclass
+class _OldGraph:
+    """What the graph of the last loss still holds: the frees that wait for the next loss, and their micro-batch."""
+
+    frees: list[Chunk] = field(default_factory=list)
+    micro: int = 0
+
+
+def _walk(program: Program, engine: Engine, tape: Tape, old: _OldGraph) -> None:
+    dying = False
     actions = {
         "forward-begin": engine.forward_begin,
         "forward-end": engine.forward_end,
@@ -161,12 +171,22 @@ def _walk(program: Program, engine: Engine, tape: Tape) -> None:
     }
     for step in program.steps:
         if isinstance(step, Chunk):
-            tape.play(step)
+            if dying:
+                old.frees.append(step)
+            else:
+                tape.play(step)
             continue
         tape.phase = step.phase
-        if step.kind == "gradient":
+        if step.kind == "loss-done":
+            for chunk in old.frees:
+                tape.play(chunk, old.micro)
+            old.frees.clear()
+        elif step.kind == "graph-dies":
+            dying, old.micro = True, tape.micro
+        elif step.kind == "gradient":
             engine.gradient(tape, step)
         elif step.kind == "backward-done":
+            dying = False
             engine.backward_done(tape)
         else:
             actions[step.kind](tape, step.name)

@@ -9,7 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
-from toolkit.specs import Workload
+from toolkit.specs import Variant, Workload
+from toolkit.timeline.fused import fuse_projections
 
 BLOCK = 64
 """Weights that share one quantization constant (bitsandbytes' default for 4 bits)."""
@@ -23,24 +24,45 @@ GROUP = 128
 
 class _PackedMatmul(torch.autograd.Function):
     """Allocates as bitsandbytes' MatMul4Bit: the weight is unpacked for each product, the input is not saved. With
-    `unpacks` False as GPTQ's triton kernels (auto_gptq QuantLinearFunction): they unpack inside the product."""
+    `copies` 0 as GPTQ's triton kernels (auto_gptq QuantLinearFunction): they unpack inside the product; 2: the unpacked weight
+    is cast once more."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], unpacks: bool, keeps: bool
+    def forward(ctx: Any, x: torch.Tensor, packed: torch.Tensor, shape: tuple[int, int], copies: int, keeps: bool
                 ) -> torch.Tensor:
-        ctx.save_for_backward(packed, *([x] if keeps else []))
-        ctx.shape, ctx.unpacks = shape, unpacks
-        if not unpacks:
+        ctx.save_for_backward(packed)
+        ctx.tensors = x if keeps else None  # an attribute, as there: it lives as long as the graph
+        ctx.shape, ctx.copies = shape, copies
+        if not copies:
             return x.new_empty((*x.shape[:-1], shape[0]))
-        weight = torch.empty(shape, dtype=x.dtype)
-        return F.linear(x, weight)
+        return F.linear(x, _unpacked(shape, x.dtype, copies))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        if not ctx.unpacks:
+        if not ctx.copies:
             return grad.new_empty((*grad.shape[:-1], ctx.shape[1])), None, None, None, None
-        weight = torch.empty(ctx.shape, dtype=grad.dtype)
-        return grad @ weight, None, None, None, None
+        return grad @ _unpacked(ctx.shape, grad.dtype, ctx.copies), None, None, None, None
+
+
+def _unpacked(shape: tuple[int, int], dtype: torch.dtype, copies: int) -> torch.Tensor:
+    first = torch.empty(shape, dtype=dtype)
+    return first if copies == 1 else first.clone()
+
+
+class _TorchUnpack(torch.autograd.Function):
+    """Unpacks a GPTQ weight as auto_gptq's qlinear_cuda_old does in torch's operators (what optimum chooses when triton and
+    exllama are off): shifted to int32, then int8, less the zeros, times the scales."""
+
+    @staticmethod
+    def forward(ctx: Any, packed: torch.Tensor, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+        wide = torch.empty(shape, dtype=torch.int32)
+        weight = wide.to(torch.int8)
+        del wide
+        return (weight - torch.empty((1,), dtype=torch.int8)).to(dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return None, None, None
 
 
 class _EightBitMatmul(torch.autograd.Function):
@@ -66,10 +88,10 @@ class _EightBitMatmul(torch.autograd.Function):
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is packed, with the constants that its quantization keeps."""
 
-    def __init__(self, layer: nn.Linear, quantization: str, keeps_input: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, quantization: str, keeps_input: bool = False, unpacks_twice: bool = False) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.quantization, self.keeps_input = quantization, keeps_input
+        self.quantization, self.keeps_input, self.unpacks_twice = quantization, keeps_input, unpacks_twice
         count = layer.weight.numel()
         packed = torch.empty((count if quantization == "int8" else count // 2, 1), dtype=torch.uint8, device=layer.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
@@ -82,7 +104,7 @@ class PackedLinear(nn.Linear):
         gptq: a 16-bit scale and 4-bit zero per group and output, an int32 group index per input. int8: a scale per output."""
         if self.quantization == "nf4":
             return count // BLOCK * 4 + 16 * 4
-        if self.quantization == "gptq":
+        if self.quantization.startswith("gptq"):
             return count // GROUP * 2 + count // GROUP // 2 + self.in_features * 4
         if self.quantization == "int8":
             return self.out_features * 4
@@ -91,19 +113,24 @@ class PackedLinear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
-        product = _EightBitMatmul if self.quantization == "int8" else _PackedMatmul
-        out = product.apply(x, self.weight, (self.out_features, self.in_features), self.quantization != "gptq",
-                            self.keeps_input)
+        shape = (self.out_features, self.in_features)
+        if self.quantization == "gptq-torch":  # the product is torch's own, which keeps the unpacked weight for the backward
+            out = F.linear(x, _TorchUnpack.apply(self.weight, shape, x.dtype))
+        else:
+            product = _EightBitMatmul if self.quantization == "int8" else _PackedMatmul
+            unpacked = 0 if self.quantization == "gptq" else 2 if self.unpacks_twice else 1
+            out = product.apply(x, self.weight, shape, unpacked, self.keeps_input)
         return out if self.bias is None else out + self.bias
 
 
-def _quantize(model: Any, quantization: str, keeps_input: bool) -> None:
+def _quantize(model: Any, variant: Variant) -> None:
     """Pack every linear layer but the output layer, as `load_in_4bit` does."""
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") and not variant.packs_head else None
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and not isinstance(child, PackedLinear) and child is not head:
-                setattr(module, name, PackedLinear(child, quantization, keeps_input))
+                packed = PackedLinear(child, variant.quantization, variant.saves_packed_inputs, variant.unpacks_twice)
+                setattr(module, name, packed)
 
 
 class _LoopedExperts(nn.Module):
@@ -155,8 +182,28 @@ def _upcast_rest(model: Any) -> None:
                 parameter.data = parameter.data.float()
 
 
+def _inject(model: Any, workload: Workload) -> None:
+    """The adapters that peft would add. Raises UserError when the targets match no module."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    targets: Any = workload.lora_targets
+    if targets != "all-linear":
+        fused = ("q_proj", "k_proj", "v_proj", "query_key_value", "qkv_proj") if workload.variant.fused_qkv else ()
+        targets = [name for t in targets.split(",") if (name := t.strip()) and name not in fused]
+        if not targets and fused:
+            return
+    config = LoraConfig(r=workload.lora_rank, target_modules=targets, task_type="CAUSAL_LM",
+                        lora_dropout=workload.variant.adapter_dropout)
+    with torch.device("meta"):
+        try:
+            inject_adapter_in_model(config, model)
+        except ValueError as error:
+            first = str(error).splitlines()[0][:200]
+            raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first}") from None
+
+
 def freeze_and_adapt(model: Any, workload: Workload) -> None:
-    """Freeze the model and add the adapters that peft would add (in place); with `full` nothing happens.
+    """Freeze the model and add its adapters (in place); with `full` only what the variant's model code does its own way.
 
     Raises:
         UserError: the targets match no module of the model.
@@ -164,31 +211,22 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
     variant = workload.variant
     if variant.expert_loop:
         _loop_experts(model, variant.quantization if workload.method == "qlora" else None)
+    if variant.fused_qkv:
+        parts = () if workload.method == "full" else tuple(variant.fused_qkv.split(","))
+        fuse_projections(model, parts, workload.lora_rank, variant.adapter_dropout)
     if workload.method == "full":
         return
-    from peft import LoraConfig, inject_adapter_in_model
-
     if workload.method == "qlora":
-        _quantize(model, variant.quantization, variant.saves_packed_inputs)
+        _quantize(model, variant)
         if variant.upcast_rest:
             _upcast_rest(model)
-    targets: Any = workload.lora_targets
-    if targets != "all-linear":
-        targets = [t.strip() for t in targets.split(",") if t.strip()]
-    config = LoraConfig(r=workload.lora_rank, target_modules=targets, task_type="CAUSAL_LM",
-                        lora_dropout=variant.adapter_dropout)
-    with torch.device("meta"):
-        try:
-            inject_adapter_in_model(config, model)
-        except ValueError as error:
-            first = str(error).splitlines()[0][:200]
-            raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first}") from None
+    _inject(model, workload)
     _keep_originals(model, variant.trainable_modules)
     whole = tuple(m.strip() for m in variant.trainable_modules.split(",") if m.strip())
+    dtype = torch.float32 if variant.adapter_dtype == "fp32" or workload.loaded_dtype == "fp32" else torch.bfloat16
     for name, parameter in model.named_parameters():
         adapter = "lora_" in name
         kept = any(f".{module}." in f".{name}." for module in whole)
         parameter.requires_grad_(adapter or kept) if parameter.is_floating_point() else None
-        if adapter and variant.adapter_dtype == "fp32" and parameter.dtype in (torch.bfloat16, torch.float16):
-            # peft keeps trainable adapters in fp32 (autocast_adapter_dtype)
-            parameter.data = parameter.data.float()
+        if adapter and parameter.dtype != dtype:
+            parameter.data = parameter.data.to(dtype)  # peft keeps trainable adapters in fp32 (autocast_adapter_dtype)

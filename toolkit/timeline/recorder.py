@@ -250,6 +250,10 @@ class Recorder(TorchDispatchMode):
                 self._open.remove(path)
                 self.mark("backward-end", path)
 
+    def leave_layers(self) -> None:
+        """What dies from here on dies outside the layers, wherever it was born."""
+        self._segment("")
+
     # -- hooks -------------------------------------------------------------------------------------------------
 
     def attach(self, model: nn.Module, names: dict[int, str]) -> None:

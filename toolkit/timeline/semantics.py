@@ -46,6 +46,8 @@ def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
         _fuse_kernels(model, workload.variant.kernels == "liger")
     if workload.loss != "standard":
         _replace_head(model, workload.loss)
+    elif workload.variant.loss_code == "native":
+        _split_head(model)
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -221,6 +223,15 @@ def _replace_head(model: Any, loss: str) -> None:
     head.forward = MethodType(forward, head)
 
 
+def _split_head(model: Any) -> None:
+    """The output layer gives logits piece by piece of 128 positions (litgpt's lm_head_chunk_size)."""
+    head = model.get_output_embeddings()
+    if head is None or getattr(model.config, "final_logit_softcapping", None):
+        return  # a model that goes on computing with its logits gets them whole
+    whole = head.forward
+    head.forward = lambda hidden: [whole(part) for part in hidden.split(128, dim=1)]
+
+
 def _chunked_part(head: Any, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     from torch.utils.checkpoint import checkpoint
 
@@ -283,8 +294,10 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
     if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss:
         inputs = {k: v for k, v in batch.items() if k != "labels"}
 
-        def with_loss() -> dict[str, torch.Tensor]:
+        def with_loss() -> dict[str, Any]:
             box = [run(**inputs).logits]
+            if variant.fp32_output:
+                box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
             loss = _loss_of(box, batch["labels"], variant)
             return {"loss": loss, "logits": box[0]}
 
@@ -295,14 +308,15 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
     return _wrapped(lambda: run(**batch), numerics).loss
 
 
-def _loss_of(box: list[torch.Tensor], labels: torch.Tensor, variant: Variant) -> torch.Tensor:
+def _loss_of(box: list[Any], labels: torch.Tensor, variant: Variant) -> torch.Tensor:
     """The loss of the logits in `box`, as the variant's program computes it."""
+    if variant.loss_code == "native":
+        parts = box[0] if isinstance(box[0], list) else box[0].split(128, dim=1)
+        return _in_pieces(tuple(parts), labels.split(128, dim=1), False)
     if box[0].dim() == 2:
         return F.cross_entropy(box[0], labels)
     if variant.loss_code == "chunks":
         return _in_pieces(box[0].chunk(8, dim=1), labels.chunk(8, dim=1), not variant.triton_loss, variant.triton_loss)
-    if variant.loss_code == "native":
-        return _in_pieces(box[0].split(128, dim=1), labels.split(128, dim=1), False)
     if variant.loss_code == "upcast" and variant.upcast_logits:
         box.append(box.pop().float())  # transformers to 4.45 (modeling_llama.py): the 16-bit logits are gone before the loss
     logits = box[0].float() if variant.upcast_logits else box[0]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from toolkit.timeline.trace import Mark, Memory, ModelTrace
+from toolkit.timeline.trace import DRIVER_MARKS, Mark, Memory, ModelTrace
 
 
 class Label(NamedTuple):
@@ -74,7 +74,7 @@ def compile_trace(trace: ModelTrace, wanted: Callable[[Mark], bool] = lambda _: 
     for item in trace.items:
         if isinstance(item, Memory):
             run.append(item)
-        elif wanted(item):
+        elif item.kind in DRIVER_MARKS or wanted(item):
             close()
             steps.append(item)
     close()
@@ -111,7 +111,7 @@ class CompactSource:
                 first.append(item.delta)
                 if two is not None:
                     second.append(two.items[i].delta)  # type: ignore[union-attr]
-            elif wanted(item):
+            elif item.kind in DRIVER_MARKS or wanted(item):
                 open_piece = False
                 self.plan.append(item)
         self._labels = labels
@@ -196,12 +196,12 @@ class Tape:
         """Bytes that are alive under a name."""
         return self._held.get(name, (0, 0))[0]
 
-    def play(self, chunk: Chunk) -> None:
-        """Append what the model's code does."""
+    def play(self, chunk: Chunk, micro: int | None = None) -> None:
+        """Append what the model's code does (in micro-batch `micro`, if not in this one)."""
         self.deltas += chunk.deltas
         self.labels += chunk.labels
         if not self.compact:
-            micro = self.micro
+            micro = self.micro if micro is None else micro
             self.keys += [(micro, key) for key in chunk.keys]
         else:
             self.keys += (None, None)

@@ -16,7 +16,10 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, NamedTuple, TypeAlias
 
-MarkKind = Literal["forward-begin", "forward-end", "backward-begin", "backward-end", "gradient", "backward-done"]
+MarkKind = Literal["forward-begin", "forward-end", "backward-begin", "backward-end", "gradient", "backward-done", "loss-done",
+                   "graph-dies"]
+DRIVER_MARKS = ("loss-done", "graph-dies")
+"""Where the loss has its new value, and where the old one's graph would die: marked when the variant's loop keeps it longer."""
 
 
 class Memory(NamedTuple):

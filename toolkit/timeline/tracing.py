@@ -125,9 +125,14 @@ def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
         with semantics.functions(numerics), recorder:
             named: list[Any] = []
             loss = semantics.forward(model, batch, workload, numerics, named)
+            if workload.variant.graph_stays:
+                recorder.mark("loss-done", "")
             recorder.phase = "backward"
             loss.backward()
             recorder.close_backward()
+            recorder.leave_layers()
+            if workload.variant.graph_stays:
+                recorder.mark("graph-dies", "")
             del loss
             named.clear()
             recorder.mark("backward-done", "")

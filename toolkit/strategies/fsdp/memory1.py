@@ -42,6 +42,8 @@ class FlatUnit:
     root: bool = False
     index: int = -1
     """Place in the order of the forward."""
+    mixed: bool = False
+    """Frozen and trained parameters share the flat parameter, which then takes a gradient as a whole."""
     unsharded: bool = False
     waiting: set[str] = field(default_factory=set)
     """Trainable parameters whose gradient of this micro-batch is not there yet."""
@@ -49,6 +51,11 @@ class FlatUnit:
     @property
     def trainable(self) -> list[ParameterInfo]:
         return [p for p in self.parameters if p.trainable]
+
+    @property
+    def takes_gradient(self) -> list[ParameterInfo]:
+        """What the flat parameter's gradient covers."""
+        return self.parameters if self.mixed and self.trainable else self.trainable
 
 
 class Fsdp1Engine(Engine):
@@ -89,7 +96,10 @@ class Fsdp1Engine(Engine):
             while path and path not in layers:
                 path = path.rpartition(".")[0]
             layers.get(path, root).parameters.append(p)
-        return [root, *(u for u in layers.values() if u.parameters)]
+        units = [root, *(u for u in layers.values() if u.parameters)]
+        for unit in units:
+            unit.mixed = self.workload.variant.mixed_flat
+        return units
 
     # -- sizes -------------------------------------------------------------------------------------------------
 
@@ -115,10 +125,6 @@ class Fsdp1Engine(Engine):
                 self.host.pinned.append(kept)
             else:
                 tape.alloc(("flat", unit.name), kept, "parameters", f"flat parameter of {unit.name or 'the root'}")
-        if self.workload.variant.load_whole:
-            # load_state_dict under FULL_STATE_DICT gathers every unit before it copies (_state_dict_utils.py)
-            whole = sum(p.numel * self.kept_size(p) for p in self.trace.parameters)
-            tape.transient(whole, "parameters", "whole model while a checkpoint is loaded")
         self.setup_rest(tape)
 
     # -- gathering ---------------------------------------------------------------------------------------------
@@ -197,16 +203,24 @@ class Fsdp1Engine(Engine):
             return
         what = unit.name or "the root"
         size = self.compute_size(mine[0])
-        numel = sum(p.numel for p in mine)
-        if len(mine) > 1:
-            tape.alloc(("flat-gradient", unit.name), numel * size, "gradients", f"flat gradient of {what}")
+        flat = unit.takes_gradient
+        numel = sum(p.numel for p in flat)
+        if len(flat) > 1:
+            # views of frozen parameters in a mixed flat parameter require gradients too: they are made and concatenated
+            frozen = sum(p.numel for p in flat if not p.trainable) * size
+            tape.alloc(("frozen-gradients", unit.name), frozen, "gradients", f"gradients of frozen parameters of {what}")
+            again = bool(tape.held(("flat-gradient", unit.name)))  # a later micro-batch's is added to the first one
+            name = ("new-gradient" if again else "flat-gradient", unit.name)
+            tape.alloc(name, numel * size, "gradients", f"flat gradient of {what}")
             for p in mine:
                 self.drop_gradient(tape, p.name)
+            tape.free(("frozen-gradients", unit.name))
+            tape.free(("new-gradient", unit.name))
         if not (self.workload.variant.frozen_stays and len(unit.trainable) < len(unit.parameters)):
             self._reshard(tape, unit)
         if not self.last and not self.plan.fsdp.sync_each_micro_batch:
             return  # no_sync keeps the unsharded gradient; a later one is added to it
-        shard = self.shard_numel(mine)
+        shard = self.shard_numel(flat)
         if numel % self.shard:
             tape.alloc(("padded", unit.name), shard * self.shard * size, "communication", f"padded gradient of {what}")
         kept = shard * self.kept_size(mine[0])
