@@ -57,6 +57,11 @@ class TrainConfig:
     bucketing: bool = True
     """Without packing: rows of like length share a step and a micro-batch, so that there is less padding."""
 
+    streaming: bool = False
+    """Read the data as it is needed and keep none of it; needs max_steps."""
+    stream_block: int = 10_000
+    """With streaming: records that are tokenised, shuffled and packed together."""
+
     output: str
     """The run folder."""
     method: Method = "full"
@@ -146,6 +151,7 @@ class TrainConfig:
 _HINTS = get_type_hints(TrainConfig)
 _ABOVE_ZERO = (
     "lora_rank", "seq_len", "micro_batch", "accumulate", "max_steps", "log_every", "keep", "base_batch",
+    "stream_block",
 )  # fmt: skip
 _NOT_NEGATIVE = ("weight_decay", "warmup_steps", "clip", "eval_every", "checkpoint_every")
 
@@ -174,6 +180,10 @@ def _check(config: TrainConfig) -> None:
         raise UserError(f"give either max_steps or epochs{both}")
     if config.epochs is not None and not config.epochs > 0:
         raise UserError(f"epochs={config.epochs}: it must be above zero")
+    if config.streaming and config.max_steps is None:
+        raise UserError("streaming=true needs max_steps: what is not read as a whole has no known end")
+    if config.streaming and config.eval_every and not config.eval_data:
+        raise UserError("streaming=true sets no share of the data aside: give eval_data, or eval_every=0")
     if config.scale_lr != "none" and config.base_batch is None:
         raise UserError(f"scale_lr={config.scale_lr} needs base_batch, the global batch that "
                         "learning_rate was tuned for")

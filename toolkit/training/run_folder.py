@@ -143,12 +143,13 @@ class RunFolder:
                                            str(self.accelerator.distributed_type.value))
         return [
             ("model", f"{config.model}: {format_count(parameters)} parameters{share}"),
-            ("data", f"read as {facts['kind']}, trained on {facts['train_on']}: {facts['train_samples']:,} samples in "
+            ("data", f"read as {facts['kind']}, trained on {facts['train_on']}: "
+                     f"{'streamed, of which the first ' if 'streamed' in facts else ''}{facts['train_samples']:,} samples in "
                      f"{facts['train_rows']:,} rows of {config.seq_len}, {format_count(facts['train_tokens'])} tokens, "
                      f"{format_count(facts['train_targets'])} of them targets" + self._asides(facts)),
             ("evaluation", f"{facts['eval_samples']:,} samples every {config.eval_every} steps"
                            if data.evaluation else "none"),
-            ("steps", f"{total_steps:,} ({total_steps / data.train.steps_per_epoch:.2f} epochs), "
+            ("steps", f"{total_steps:,}{self._epochs(data, total_steps)}, "
                       f"{config.schedule} from {config.learning_rate:g} after {config.warmup_steps} of warm-up"),
             ("batch", f"{rows} rows = {config.micro_batch} x {config.accumulate} accumulated x {world} processes, "
                       f"{rows * config.seq_len:,} tokens at most"),
@@ -159,6 +160,10 @@ class RunFolder:
             ("folder", str(self.path)),
             ("start", f"resumes from {found}" if found else "from the model as given"),
         ]
+
+    @staticmethod
+    def _epochs(data: Data, steps: int) -> str:
+        return "" if "streamed" in data.facts else f" ({steps / data.train.steps_per_epoch:.2f} epochs)"
 
     @staticmethod
     def _asides(facts: dict[str, Any]) -> str:

@@ -52,6 +52,17 @@ def _bucketed(lengths: bytes, rows_per_step: int, seed: int, epoch: int) -> np.n
     return np.concatenate([steps[drawn].reshape(-1), mixed[whole:]])
 
 
+def bucketed_block(lengths: np.ndarray, lead: int, rows_per_step: int, drawn: np.random.Generator) -> np.ndarray:
+    """An order of the rows of one block of a stream, of these lengths in tokens: rows of like length in the same step, after
+    `lead` rows that fill up a step which an earlier block began."""
+    order = drawn.permutation(len(lengths))
+    lead = min(lead, len(order))
+    rest = order[lead:][np.argsort(lengths[order[lead:]], kind="stable")]
+    whole = len(rest) // rows_per_step * rows_per_step
+    steps = rest[:whole].reshape(-1, rows_per_step)
+    return np.concatenate([order[:lead], steps[drawn.permutation(len(steps))].reshape(-1), rest[whole:]])
+
+
 @dataclass(frozen=True)
 class Batch:
     """One micro-batch of one rank: int64 [micro_batch, length] each. Labels stand under their own token,
@@ -129,33 +140,42 @@ class Loader:
             yield from self.step(index)
 
     def _batch(self, chosen: np.ndarray) -> Batch:
-        filled = [self._row(self.rows[index]) for index in chosen]
-        length = self.fixed_length or max((len(ids) for ids, _, _ in filled), default=1)
-        shape = (self.micro_batch, length)
-        input_ids: np.ndarray = np.full(shape, self.pad_id, dtype=np.int64)
-        labels: np.ndarray = np.full(shape, IGNORE, dtype=np.int64)
-        positions = np.tile(np.arange(length, dtype=np.int64), (self.micro_batch, 1))
-        several = False
-        for at, (ids, marks, starts) in enumerate(filled):
-            input_ids[at, : len(ids)] = ids
-            labels[at, : len(ids)] = marks
-            for start in starts[1:]:
-                several = True
-                positions[at, start:] = np.arange(length - start)
-        return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels),
-                     torch.from_numpy(positions) if several else None, sum(len(ids) for ids, _, _ in filled))
+        filled = [row_of(self.store, self.rows[index]) for index in chosen]
+        return batch_of(filled, self.micro_batch, self.pad_id, self.fixed_length)
 
-    def _row(self, row: Row) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """(ids, labels, start of each sample) of one row. No sample's first token is predicted from the one
-        before."""
-        ids, labels, starts, length = [], [], [], 0
-        for sample in row:
-            begin, end = self.store.offsets[sample], self.store.offsets[sample + 1]
-            tokens = np.asarray(self.store.tokens[begin:end], dtype=np.int64)
-            marks = np.where(self.store.targets[begin:end], tokens, IGNORE)
-            marks[0] = IGNORE
-            ids.append(tokens)
-            labels.append(marks)
-            starts.append(length)
-            length += len(tokens)
-        return np.concatenate(ids), np.concatenate(labels), starts
+
+FilledRow = tuple[np.ndarray, np.ndarray, list[int]]
+"""(ids, labels, start of each sample) of one row."""
+
+
+def batch_of(filled: list[FilledRow], micro_batch: int, pad_id: int, fixed_length: int | None) -> Batch:
+    """A micro-batch of these rows, filled up with rows without targets."""
+    length = fixed_length or max((len(ids) for ids, _, _ in filled), default=1)
+    shape = (micro_batch, length)
+    input_ids: np.ndarray = np.full(shape, pad_id, dtype=np.int64)
+    labels: np.ndarray = np.full(shape, IGNORE, dtype=np.int64)
+    positions = np.tile(np.arange(length, dtype=np.int64), (micro_batch, 1))
+    several = False
+    for at, (ids, marks, starts) in enumerate(filled):
+        input_ids[at, : len(ids)] = ids
+        labels[at, : len(ids)] = marks
+        for start in starts[1:]:
+            several = True
+            positions[at, start:] = np.arange(length - start)
+    return Batch(torch.from_numpy(input_ids), torch.from_numpy(labels),
+                 torch.from_numpy(positions) if several else None, sum(len(ids) for ids, _, _ in filled))
+
+
+def row_of(store: TokenStore, row: Row) -> FilledRow:
+    """A row's samples end to end. No sample's first token is predicted from the one before."""
+    ids, labels, starts, length = [], [], [], 0
+    for sample in row:
+        begin, end = store.offsets[sample], store.offsets[sample + 1]
+        tokens = np.asarray(store.tokens[begin:end], dtype=np.int64)
+        marks = np.where(store.targets[begin:end], tokens, IGNORE)
+        marks[0] = IGNORE
+        ids.append(tokens)
+        labels.append(marks)
+        starts.append(length)
+        length += len(tokens)
+    return np.concatenate(ids), np.concatenate(labels), starts

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,8 +13,11 @@ import numpy.typing as npt
 from toolkit.errors import UserError
 from toolkit.training.config import TrainConfig
 from toolkit.training.data import pack
+from toolkit.training.data.blocks import Maker, Recipe, StreamLoader, shared_spool
+from toolkit.training.data.encode import Reading
 from toolkit.training.data.loader import Loader
-from toolkit.training.data.tokenize import Reading, TokenStore, get
+from toolkit.training.data.stream import stream_key
+from toolkit.training.data.tokenize import TokenStore, get, settings_key
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -29,7 +34,7 @@ _ADDED_TOKENS = 256
 class Data:
     """What a run trains on and is evaluated on."""
 
-    train: Loader
+    train: Loader | StreamLoader
     evaluation: Loader | None
     facts: dict[str, Any]
     """kind, train_on, samples, rows, tokens, targets, truncated, dropped, fingerprint; of both parts."""
@@ -50,6 +55,10 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
             return get(sources, tokenizer, reading)
 
     reading = reading_of(config)
+    packed = config.packing and isolates
+    if config.streaming:
+        return _streamed(config, tokenizer, model_config, accelerator, packed,
+                         store_of(config.eval_data) if config.eval_data and config.eval_every else None)
     store = store_of(config.data)
     train, evaluation = np.arange(len(store)), None
     evaluation_store = store
@@ -61,20 +70,7 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
     for part in (store, evaluation_store):
         check_vocabulary(part, tokenizer, model_config)
     train = _weighted(train, store, config)
-    packed = config.packing and isolates
-
-    def loader(of: TokenStore, samples: npt.NDArray[np.int64], *, shuffle: bool, accumulate: int) -> Loader:
-        if not packed:
-            rows = pack.one_per_row(samples)
-        else:
-            rows = (pack.best_fit if shuffle else pack.in_order)(samples, of.lengths, config.seq_len)
-        return Loader(
-            store=of, rows=rows, micro_batch=config.micro_batch, accumulate=accumulate,
-            rank=accelerator.process_index, world=accelerator.num_processes, pad_id=tokenizer.pad_token_id,
-            fixed_length=config.seq_len if packed else None, seed=config.seed, shuffle=shuffle,
-            bucketed=config.bucketing and shuffle and not packed,
-        )  # fmt: skip
-
+    loader = partial(_loader, config, accelerator, tokenizer.pad_token_id, packed)
     training = loader(store, train, shuffle=config.shuffle, accumulate=config.accumulate)
     facts = {**store.facts, "packed": packed, "train_samples": len(train), "train_rows": len(training.rows),
              "train_tokens": int(store.lengths[train].sum()), "train_targets": _targets(store, train)}
@@ -85,6 +81,50 @@ def prepare_data(config: TrainConfig, tokenizer: Any, model_config: Any, acceler
     if config.eval_data and config.eval_every:
         facts["eval_fingerprint"] = evaluation_store.facts["fingerprint"]
     return Data(training, held_out, facts)
+
+
+def _loader(config: TrainConfig, accelerator: Accelerator, pad_id: int, packed: bool, of: TokenStore,
+            samples: npt.NDArray[np.int64], *, shuffle: bool, accumulate: int) -> Loader:
+    if not packed:
+        rows = pack.one_per_row(samples)
+    else:
+        rows = (pack.best_fit if shuffle else pack.in_order)(samples, of.lengths, config.seq_len)
+    return Loader(
+        store=of, rows=rows, micro_batch=config.micro_batch, accumulate=accumulate, rank=accelerator.process_index,
+        world=accelerator.num_processes, pad_id=pad_id, fixed_length=config.seq_len if packed else None, seed=config.seed,
+        shuffle=shuffle, bucketed=config.bucketing and shuffle and not packed,
+    )  # fmt: skip
+
+
+def _streamed(config: TrainConfig, tokenizer: Any, model_config: Any, accelerator: Accelerator, packed: bool,
+              held_out: TokenStore | None) -> Data:
+    """As `prepare_data`, of data that is read as it goes; the numbers among the facts are those of its first block."""
+    def check(store: TokenStore) -> None:
+        check_vocabulary(store, tokenizer, model_config)
+
+    reading, seed = reading_of(config), config.seed if config.shuffle else None
+    spool = shared_spool(accelerator)
+    key = stream_key(config.data, config.data_weights, config.stream_block, settings_key(tokenizer, reading), f"{seed} {packed}")
+    maker = None
+    if accelerator.is_local_main_process:
+        maker = Maker(Recipe(tokenizer=tokenizer, reading=reading, entries=config.data, weights=config.data_weights, seed=seed,
+                             count=config.stream_block), spool)
+    train = StreamLoader(
+        key=key, notes=Path(config.output) / "stream.jsonl", spool=spool, maker=maker, accelerator=accelerator,
+        micro_batch=config.micro_batch, accumulate=config.accumulate, pad_id=tokenizer.pad_token_id,
+        seq_len=config.seq_len if packed else None, seed=seed, bucketed=config.bucketing and not packed, check=check,
+    )  # fmt: skip
+    store = train.block.store
+    facts = {**{name: value for name, value in store.facts.items() if name != "after"}, "streamed": True, "fingerprint": key,
+             "packed": packed, "train_samples": len(store), "train_rows": len(train.block.rows),
+             "train_tokens": store.facts["tokens"], "train_targets": _targets(store, np.arange(len(store)))}
+    if held_out is None:
+        return Data(train, None, facts)
+    check(held_out)
+    evaluation = _loader(config, accelerator, tokenizer.pad_token_id, packed, held_out, np.arange(len(held_out)), shuffle=False,
+                         accumulate=1)
+    return Data(train, evaluation, facts | {"eval_samples": len(held_out), "eval_rows": len(evaluation.rows),
+                                            "eval_fingerprint": held_out.facts["fingerprint"]})
 
 
 def reading_of(config: TrainConfig) -> Reading:

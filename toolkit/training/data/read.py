@@ -26,7 +26,7 @@ from toolkit.training.data.sources import (
 )
 
 __all__ = ["Bad", "Cursor", "Item", "Record", "check_sources", "fingerprint", "is_hub_id", "parsed", "parts_of", "read",
-           "read_file", "read_saved", "resolve", "stop"]
+           "read_file", "read_hub", "read_saved", "resolve", "size_of", "stop"]
 
 Record = dict[str, Any]
 Bad = Callable[[str], None]
@@ -70,7 +70,7 @@ def read(sources: tuple[str, ...], bad: Bad = stop) -> Iterator[tuple[str, Recor
 def parts_of(source: Source, bad: Bad = stop) -> Iterator[Iterator[Item]]:
     """The items of each file of one entry, or of its one data set. Raises UserError as `read` does."""
     if source.kind == "hub":
-        yield _read_hub(source)
+        yield ((f"{source.text} row {number}", dict(row)) for number, row in enumerate(read_hub(source, streaming=False)))
     elif source.kind == "saved":
         yield read_saved(source, Cursor())
     for path in source.files:
@@ -230,6 +230,18 @@ def _read_parquet(path: Path, cursor: Cursor) -> Iterator[Item]:
         raise UserError(f"data file {str(path)!r} is not Parquet, or damaged: {_one_line(error)}") from None
 
 
+def size_of(path: Path) -> int:
+    """What a cursor has counted at the end of a file: its bytes, or the rows of a Parquet file. Raises UserError."""
+    if suffix_of(path) not in PARQUET:
+        return path.stat().st_size
+    from pyarrow import ArrowException, parquet
+
+    try:
+        return int(parquet.read_metadata(path).num_rows)
+    except (ArrowException, OSError) as error:
+        raise UserError(f"data file {str(path)!r} is not Parquet, or damaged: {_one_line(error)}") from None
+
+
 def _read_text(path: Path, bad: Bad, cursor: Cursor) -> Iterator[Item]:
     """One record per paragraph group: a text file is cut at blank lines so that a split can be taken from it."""
     part: list[str] = []
@@ -265,16 +277,16 @@ def read_saved(source: Source, cursor: Cursor) -> Iterator[Item]:
         yield f"{source.text} row {number}", dict(rows[number])
 
 
-def _read_hub(source: Source) -> Iterator[Item]:
+def read_hub(source: Source, *, streaming: bool = True) -> Any:
+    """The rows of a data set of the hub, fetched as they are read. Raises UserError when it cannot be reached."""
     from datasets import load_dataset
 
     try:
-        rows = load_dataset(source.name, source.config, split=source.split or "train", revision=source.revision)
+        return load_dataset(source.name, source.config, split=source.split or "train", revision=source.revision,
+                            streaming=streaming)
     except Exception as error:  # The network, the hub and the data set's own files each raise their own kinds.
         raise UserError(f"data {source.text!r} is neither a file here nor a hub dataset that can be fetched: "
                         f"{_one_line(error)}") from None
-    for number, row in enumerate(rows):
-        yield f"{source.text} row {number}", dict(row)
 
 
 def _one_line(error: Exception) -> str:

@@ -48,13 +48,17 @@ class TokenStore:
 
 def store_key(sources: tuple[str, ...], tokenizer: Any, reading: Reading) -> str:
     """A name for the tokens of this data under these settings."""
+    return hashlib.sha256(f"{fingerprint(sources)}{settings_key(tokenizer, reading)}".encode()).hexdigest()[:32]
+
+
+def settings_key(tokenizer: Any, reading: Reading) -> str:
+    """A digest of all but the data that decides which tokens come out."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     parts = [
-        _FORMAT_VERSION, fingerprint(sources), asdict(reading),
-        backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
+        _FORMAT_VERSION, asdict(reading), backend.to_str() if backend is not None else sorted(tokenizer.get_vocab().items()),
         tokenizer.chat_template, tokenizer.eos_token,
     ]  # fmt: skip
-    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def load(folder: Path) -> TokenStore | None:
@@ -86,11 +90,16 @@ def build(key: str, sources: tuple[str, ...], tokenizer: Any, reading: Reading, 
     settled = first.reading
     if not whole.lengths:
         raise UserError(f"data {', '.join(sources)}: {why_nothing(whole, settled if first.place else None)}")
+    facts = {"kind": settled.kind, "train_on": settled.train_on, "sources": per_source, "fingerprint": key}
+    return keep(cache_dir("data") / key, store_of(whole, facts))
+
+
+def store_of(whole: Encoded, facts: dict[str, Any]) -> TokenStore:
+    """A store of these samples, with their numbers added to the facts."""
     offsets = np.concatenate([[0], np.cumsum(whole.lengths)]).astype(np.int64)
     tokens, targets = np.concatenate(whole.ids), np.concatenate(whole.flags)
-    facts = {"kind": settled.kind, "train_on": settled.train_on, "samples": len(whole.lengths), "tokens": len(tokens),
-             "targets": int(targets.sum()), **whole.counts, "sources": per_source, "fingerprint": key}
-    return keep(cache_dir("data") / key, TokenStore(tokens, targets, offsets, facts))
+    return TokenStore(tokens, targets, offsets, {**facts, "samples": len(whole.lengths), "tokens": len(tokens),
+                                                 "targets": int(targets.sum()), **whole.counts})
 
 
 def keep(folder: Path, store: TokenStore) -> TokenStore:
