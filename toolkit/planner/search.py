@@ -13,6 +13,7 @@ from toolkit.planner.candidates import Candidate, candidates, micro_batches, spl
 from toolkit.planner.ladder import ladder
 from toolkit.specs import Cluster, ModelSpec, Workload
 from toolkit.strategies import check_plan
+from toolkit.strategies.zero.defaults import engine_defaults
 from toolkit.units import format_size
 
 ALIKE = 0.10
@@ -98,6 +99,16 @@ class Search:
         fits, why = _verdict(estimate, self.request.kept_free)
         return Evaluated(candidate, estimate, fits, why, detail)
 
+    def _with_buckets(self, candidate: Candidate) -> Candidate:
+        """DeepSpeed allocates its reduce bucket whole, however small the model: one as large as what is trained is enough."""
+        plan = candidate.plan
+        if not plan.strategy.startswith("zero"):
+            return candidate
+        trained = sum(p.numel for p in self.estimator.trace(candidate.workload, plan, candidate.cluster).trainable)
+        if trained >= engine_defaults()["reduce_bucket_size"]:
+            return candidate
+        return replace(candidate, plan=plan.with_(zero=replace(plan.zero, reduce_bucket=trained)))
+
     def with_micro_batch(self, candidate: Candidate, micro: int, accumulate: int) -> Candidate:
         work = candidate.workload.with_(micro_batch=micro, accumulate=accumulate)
         return replace(candidate, workload=work)
@@ -132,7 +143,8 @@ class Search:
         spare = self.spare.get(candidate.family, [])
         found: list[Evaluated] = []
         while spare and not (found and found[-1].fits):
-            found.append(self.best_micro_batch(spare.pop(0)))
+            if (result := self._tried(spare.pop(0))) is not None:
+                found.append(result)
         return found
 
     def run(self) -> list[Evaluated]:
@@ -190,7 +202,7 @@ class Search:
         """The candidate with its best micro-batch; None when its ranks do not divide the global batch."""
         self.progress(candidate.name)
         try:
-            return self.best_micro_batch(candidate)
+            return self.best_micro_batch(self._with_buckets(candidate))
         except UserError as error:
             self.undivided = self.undivided or error
             return None
