@@ -46,7 +46,8 @@ def request(row: dict[str, Any]) -> tuple[Workload, Plan, Cluster]:
         micro_batch=row["micro_batch"], accumulate=row["accumulate"], precision=row["precision"], weights_dtype="fp32",
         optimizer=row["optimizer"], attention=row["attention"],
     )  # fmt: skip
-    plan = Plan(strategy=row["strategy"], checkpointing=row["checkpointing"], tp=row.get("tp", 1))
+    plan = Plan(strategy=row["strategy"], checkpointing=row["checkpointing"], tp=row.get("tp", 1), sp=row.get("sp", 1),
+                shard_size=row.get("shard_size"))
     if row["strategy"].startswith("zero") and row["bucket"]:
         plan = plan.with_(bucket=row["bucket"], persist=row["persist"] if row["strategy"] == "zero3" else None)
     return workload, plan, make_cluster(gpu="cpu", gpus=row["world"])

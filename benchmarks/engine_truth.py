@@ -23,6 +23,7 @@ STEPS = 4
 DEFAULTS: dict[str, Any] = {
     "world": 2, "micro_batch": 2, "seq_len": 256, "accumulate": 1, "precision": "fp32", "checkpointing": "none",
     "attention": "eager", "optimizer": "adamw", "lora_rank": 0, "bucket": None, "persist": None, "tp": 1,
+    "shard_size": None,
 }  # fmt: skip
 
 
@@ -72,7 +73,10 @@ def _accelerator(row: dict[str, Any]) -> Any:
         # A mesh of GPU-like ranks is what Accelerate's parallelism asks for; the model itself lies on the CPU.
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         options["parallelism_config"] = ParallelismConfig(tp_size=row["tp"])
-    if strategy.startswith("fsdp"):
+    if strategy == "hsdp":
+        options["parallelism_config"] = ParallelismConfig(dp_replicate_size=row["world"] // row["shard_size"],
+                                                          dp_shard_size=row["shard_size"])
+    if strategy in ("fsdp", "fsdp-grad", "hsdp"):
         PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
         os.environ |= {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
         options["fsdp_plugin"] = FullyShardedDataParallelPlugin(
@@ -93,7 +97,7 @@ def _accelerator(row: dict[str, Any]) -> Any:
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
     mixed = "no" if row["precision"] == "fp32" else row["precision"]
     accelerator = Accelerator(mixed_precision=mixed, gradient_accumulation_steps=row["accumulate"], **options)
-    engine = "FSDP" if strategy.startswith("fsdp") else "DEEPSPEED"
+    engine = "DEEPSPEED" if strategy.startswith("zero") else "FSDP"
     wanted = {"single": "NO", "ddp": "MULTI_GPU" if row["tp"] > 1 else "MULTI_CPU"}.get(strategy, engine)
     if accelerator.distributed_type.value != wanted:
         raise RuntimeError(f"asked for {strategy}, got {accelerator.distributed_type.value}")

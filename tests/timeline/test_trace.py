@@ -127,3 +127,15 @@ def test_remote_code_is_refused() -> None:
 def test_a_nested_text_model_is_traced_by_its_text_config() -> None:
     nested = ModelSpec(name="vlm", config={"model_type": "something-vl", "text_config": LLAMA})
     assert trace_model(nested, WORK, Numerics()).hidden_size == 64
+
+
+def test_only_packed_rows_need_a_mask() -> None:
+    """Held against real runs by tests/engines: sdpa on unpacked rows in test_memory_truth, packed ones in test_every_engine."""
+    work = WORK.with_(attention="sdpa")
+    plain, packed = (peak(trace_model(spec("llama"), work.with_(packed=packed), Numerics())) for packed in (False, True))
+    eager = [peak(trace_model(spec("llama"), WORK.with_(packed=packed), Numerics())) for packed in (False, True)]
+    assert plain < packed
+    assert eager[0] == pytest.approx(eager[1], rel=0.01), "eager always has one"
+    flash = [peak(trace_model(spec("llama"), work.with_(attention="flash", packed=packed), Numerics(device="cuda")))
+             for packed in (False, True)]
+    assert flash[0] == pytest.approx(flash[1], rel=0.01)

@@ -71,7 +71,7 @@ def recommend(
     """Find the lightest strategy that fits, say why, and write the files and the command that launch it."""
     values = dict(locals())
     _check(values)
-    workload, cluster = o.workload_from(values).with_(loss_only=True), o.cluster_from(values)
+    workload, cluster = o.workload_from(values).with_(loss_only=True, packed=True), o.cluster_from(values)
     spec = o.model_from(values, workload)
     from toolkit.planner.recommendation import recommend as find
     from toolkit.planner.search import Request

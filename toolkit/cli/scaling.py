@@ -54,7 +54,8 @@ def scaling(
         raise UserError(f"global-batch is {global_batch}; it must be at least 1")
     if gpus is None and gpu not in ("auto", "cpu"):
         values["gpus"] = min(8, max_gpus)
-    workload, plan, cluster = o.workload_from(values).with_(loss_only=True), o.plan_from(values), o.cluster_from(values)
+    workload = o.workload_from(values).with_(loss_only=True, packed=True)
+    plan, cluster = o.plan_from(values), o.cluster_from(values)
     spec = o.model_from(values, workload)
     from toolkit.planner.scaling import scaling as find
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from toolkit.timeline.tracing import Numerics
 
 _TRACED_FIELDS = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "precision", "weights_dtype", "attention",
-                  "loss", "compile", "loss_only", "task", "variant")
+                  "loss", "compile", "loss_only", "packed", "task", "variant")
 """What of a workload changes the trace; accumulation, the optimizer and clipping do not."""
 
 

@@ -47,6 +47,9 @@ class Workload:
     loss_only: bool = False
     """True: the forward returns the summed loss and nothing else, as the recipe's does; False: Hugging Face's outputs,
     logits included, which Accelerate's mixed precision copies to fp32."""
+    packed: bool = False
+    """True: a row may hold several samples, kept apart by positions that begin anew, as the recipe packs them; for sdpa
+    transformers then makes a mask."""
     task: Task = "auto"
     """auto: read from the architecture that the model's config names."""
     clip: float | None = None

@@ -167,14 +167,15 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn
 
 
 @contextmanager
-def functions(numerics: Numerics) -> Iterator[None]:
+def functions(workload: Workload, numerics: Numerics) -> Iterator[None]:
     """Context in which torch functions behave as on the device, and nothing depends on data."""
     patches: list[tuple[str, str, Any]] = [
         ("transformers.integrations.moe", "_can_use_grouped_mm", lambda *a, **k: False),
-        # Positions of a row count up, so that it is one sequence and needs no mask; fake positions can't be looked at, and
-        # transformers would make a mask to be safe, which sends attention to another kernel.
-        ("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None),
     ]
+    if not workload.packed or workload.attention == "flash":
+        # Positions of a row count up: it is one sequence and needs no mask (flash kernels take the ends of sequences instead).
+        # Fake positions can't be looked at, and transformers would make a mask to be safe: another kernel, repeated keys.
+        patches.append(("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None))
     if numerics.device == "cpu":
         patches += [
             ("torch", "get_rng_state", lambda: torch.empty(_RNG_STATE, dtype=torch.uint8)),

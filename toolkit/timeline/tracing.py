@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -98,6 +99,8 @@ def _batch(built: BuiltModel, workload: Workload) -> dict[str, Any]:
     batch = {"input_ids": ids, "labels": ids}
     if built.kind != "token-classification" and built.kind != "seq2seq-lm":
         batch["use_cache"] = False
+    if workload.packed and "position_ids" in inspect.signature(built.model.forward).parameters:
+        batch["position_ids"] = torch.zeros_like(ids)
     return batch
 
 
@@ -122,7 +125,7 @@ def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
     names = {id(p): name for name, p in model.named_parameters()}
     recorder.attach(model, names)
     try:
-        with semantics.functions(numerics), recorder:
+        with semantics.functions(workload, numerics), recorder:
             named: list[Any] = []
             loss = semantics.forward(model, batch, workload, numerics, named)
             if workload.variant.graph_stays:

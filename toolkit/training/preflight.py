@@ -113,8 +113,8 @@ class Preflight:
 
     @property
     def workload(self) -> Workload:
-        """What is estimated: the recipe's forward returns the loss alone."""
-        return self.config.workload.with_(loss_only=True)
+        """What is estimated: the recipe's forward returns the loss alone, and its rows may be packed."""
+        return self.config.workload.with_(loss_only=True, packed=self.config.packing)
 
     def predicted(self, plan: Plan) -> dict[str, Any] | None:
         """`memory` of the estimate of the plan that really runs, with its `timeline`, as plain data; None where there is none.
