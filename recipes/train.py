@@ -21,9 +21,9 @@ from toolkit.training.start import check_processes, run
 def main(arguments: list[str]) -> None:
     # What is to be done. Whatever can be found wrong before anything is started is found here.
     config = parse_arguments(arguments)
-    from toolkit.training.checkpoint import Checkpoints, Identity, Progress, check_room
+    from toolkit.training.checkpoint import Checkpoints, Identity
     from toolkit.training.data.read import check_sources
-    from toolkit.training.run_folder import RunFolder, check_output
+    from toolkit.training.run_folder import RunFolder, check_output, check_room
 
     check_sources(config.data + config.eval_data)
     check_output(config)
@@ -52,10 +52,10 @@ def main(arguments: list[str]) -> None:
     from toolkit.training.optimizer import build_optimizer, rate_at, set_rate
     from toolkit.training.preflight import Preflight
     from toolkit.training.step import across_ranks, check_finite, count_batch, evaluate, gradient_norm
+    from toolkit.training.stop import StopSignals
 
     accelerator = build_accelerator(config)
-    device, world = accelerator.device, accelerator.num_processes
-    log = Log(accelerator)
+    device, world, log = accelerator.device, accelerator.num_processes, Log(accelerator)
 
     # The data, then the model.
     source = find_source(config, accelerator)
@@ -80,15 +80,13 @@ def main(arguments: list[str]) -> None:
 
     # The run folder, and the checkpoint to go on from.
     folder = RunFolder(config, accelerator)
-    identity = Identity(strategy=plan.label, processes=world, method=config.method, optimizer=config.optimizer,
-                        data=data.facts["fingerprint"], rows=data.train.rows_per_step)
-    checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, identity, config.keep, log.say)
+    identity = Identity.of(config, plan, data, tokenizer, world)
+    checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, identity, config.keep, log.say, folder.told(plan),
+                              mode=config.checkpoint_mode, on_error=config.on_save_error)
     found = checkpoints.find(config.resume)
     folder.write(plan, model, data, tokenizer, model_config)
     set_seed(config.seed, device_specific=True)  # From here on: other dropout masks on every rank.
-    done = checkpoints.load(found) if found else Progress(step=0)
-    if config.resume == "never":
-        checkpoints.set_aside()
+    done = checkpoints.begin(found)
     predicted = preflight.predicted(plan)
     log.facts(folder.description(plan, parameters, trainable, data, total_steps, predicted, found))
     gc.collect()
@@ -96,18 +94,20 @@ def main(arguments: list[str]) -> None:
     # The loop. A step is one update of the weights from `accumulate` micro-batches on each rank.
     metrics = Metrics(log, accelerator, folder.path / "metrics.jsonl", total=total_steps, first=done.step + 1,
                       log_every=config.log_every)
-    with metrics:
+    with metrics, StopSignals() as stop:
         if data.evaluation and done.step == 0:
             metrics.evaluation(0, *evaluate(accelerator, model, data.evaluation))
         for step in range(done.step + 1, total_steps + 1):
             started = time.perf_counter()
             memory.begin_step()
             batches = data.train.step(step - 1)
-            targets, tokens = count_batch(accelerator, batches)
+            targets, tokens, stops, writers = count_batch(accelerator, batches, stop.asked, checkpoints.busy)
+            checkpoints.advance(writers)
+            if stops:
+                break
             rate = rate_at(step - done.skipped, total_steps, config, world)
             set_rate(optimizer, rate)
-            loss_sum = 0.0
-            loss = grad_norm = math.nan
+            loss_sum, loss, grad_norm = 0.0, math.nan, math.nan
             for batch in batches:
                 with accelerator.accumulate(model):
                     summed = model(**batch.to(device))
@@ -115,8 +115,7 @@ def main(arguments: list[str]) -> None:
                     if accelerator.sync_gradients:
                         loss = across_ranks(accelerator, float(loss_sum))[0] / targets
                         check_finite("the loss", loss, step, checkpoints.newest())
-                    # Engines average gradients over ranks and micro-batches; every token is to weigh the
-                    # same.
+                    # Engines average gradients over ranks and micro-batches; every token is to weigh the same.
                     accelerator.backward(summed * (world * config.accumulate / targets))
                     del summed
                     if accelerator.sync_gradients:
@@ -138,9 +137,10 @@ def main(arguments: list[str]) -> None:
             if data.evaluation and (last or step % config.eval_every == 0):
                 metrics.evaluation(step, *evaluate(accelerator, model, data.evaluation))
             if config.checkpoint_every and (last or step % config.checkpoint_every == 0):
-                problem = checkpoints.save(done)
-                if problem:
-                    log.say(f"warning: no checkpoint at step {step} ({problem}); the older ones are kept")
+                checkpoints.save(done)
+        checkpoints.wait()
+        if done.step < total_steps:
+            stop.leave(accelerator, done.step, *checkpoints.secure(done))
 
     # What came of it.
     report_memory(memory, predicted, folder, log, model, optimizer, table=False)

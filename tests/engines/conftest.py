@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -70,3 +71,14 @@ def bf16_run(launch_shared: Callable[..., Any]) -> Callable[[str], Any]:
         return done
 
     return run
+
+
+@pytest.fixture(scope="session")
+def runs() -> Iterator[Any]:
+    """Starts many runs without the libraries' imports each time, and breaks them: see `benchmarks/many_runs.py`."""
+    location = importlib.util.spec_from_file_location("many_runs", ROOT / "benchmarks" / "many_runs.py")
+    assert location is not None and location.loader is not None
+    module = importlib.util.module_from_spec(location)
+    location.loader.exec_module(module)
+    with module.Runner() as runner:
+        yield runner

@@ -53,7 +53,7 @@ def train(accelerator: Any, model: Any, optimizer: Any, config: TrainConfig, dat
 
     world, loss, norm = accelerator.num_processes, 0.0, 0.0
     batches = data.train.step(step - 1)
-    targets, _ = count_batch(accelerator, batches)
+    targets, _tokens = count_batch(accelerator, batches)
     set_rate(optimizer, rate_at(step, config.max_steps or 0, config, world))
     for batch in batches:
         with accelerator.accumulate(model):

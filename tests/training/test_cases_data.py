@@ -18,7 +18,7 @@ from toolkit.training.data.tokenize import Reading, TokenStore
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {"save", "load", "find", "evaluate", "across_ranks", "count_batch", "gradient_norm", "export_model", "prepare",
-               "wait_for_everyone", "backward", "end_training", "set_aside"}
+               "wait_for_everyone", "backward", "end_training", "begin", "advance", "wait", "secure", "leave"}
 
 
 def loader(samples: int, *, rank: int = 0, world: int = 1, bucketed: bool = False) -> Loader:

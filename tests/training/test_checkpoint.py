@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from toolkit.errors import UserError
-from toolkit.training.checkpoint import Checkpoints, Identity, Progress, check_room, is_complete
+from toolkit.training.checkpoint import Checkpoints, Identity, Progress, is_complete
 from toolkit.training.config import TrainConfig
+from toolkit.training.run_folder import check_room
 
 IDENTITY = Identity(strategy="single", processes=1, method="full", optimizer="adamw", data="abc", rows=8)
 
@@ -130,7 +131,7 @@ def test_starting_anew_keeps_the_old_ones_aside(accelerator: Any, trained: Any, 
     checkpoints = make(accelerator, tmp_path)
     checkpoints.save(Progress(step=1))
     assert checkpoints.find("never") is None
-    checkpoints.set_aside()
+    assert checkpoints.begin(None) == Progress(step=0)
     assert checkpoints.find("auto") is None
     assert is_complete(tmp_path / "checkpoints-before-1" / "step-00000001")
 

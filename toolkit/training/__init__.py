@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from toolkit.training.accelerator import verify_engine
-    from toolkit.training.checkpoint import Checkpoints, Identity, Progress
+    from toolkit.training.checkpoint import Checkpoints
+    from toolkit.training.identity import Identity, Progress
     from toolkit.training.loss import attach_loss
     from toolkit.training.metrics import Log, Metrics
     from toolkit.training.own import engage, loss_scale, strategy_of
@@ -24,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 _HOME = {
-    "Checkpoints": "checkpoint", "Identity": "checkpoint", "Progress": "checkpoint", "Log": "metrics", "Metrics": "metrics",
+    "Checkpoints": "checkpoint", "Identity": "identity", "Progress": "identity", "Log": "metrics", "Metrics": "metrics",
     "across_ranks": "step", "check_finite": "step", "gradient_norm": "step", "attach_loss": "loss", "run": "start",
     "engage": "own", "loss_scale": "own", "strategy_of": "own", "verify_engine": "accelerator",
 }  # fmt: skip

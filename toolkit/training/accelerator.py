@@ -32,6 +32,9 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 Engine = Literal["single", "ddp", "fsdp", "deepspeed"]
+_kept: list[Any] = []
+"""Engines live until the process ends: one that is taken down waits for the threads of its communication, and these may wait
+for the interpreter's lock, which the waiting thread holds."""
 _FILE_ENGINES: dict[str, Engine] = {
     "NO": "single", "MULTI_CPU": "ddp", "MULTI_GPU": "ddp", "FSDP": "fsdp", "DEEPSPEED": "deepspeed",
 }  # fmt: skip
@@ -259,6 +262,7 @@ def verify_engine(accelerator: Accelerator, model: torch.nn.Module) -> None:
     Raises:
         UserError: names both, and the state that Accelerate reports.
     """
+    _kept.append(model)
     requested, actual = requested_engine(), running_engine(accelerator, model)
     joined = accelerator.num_processes == world_size()
     if requested == "ddp" and world_size() == 1:

@@ -9,14 +9,15 @@ and writes them.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from toolkit.errors import UserError
+from toolkit.errors import ToolkitError, UserError
 from toolkit.training.assets import FOLDER, carry_assets
-from toolkit.training.config import TrainConfig
+from toolkit.training.identity import Identity, Progress
 from toolkit.training.run_folder import versions, write_json
 from toolkit.training.state.manifest import (
     FORMAT,
@@ -35,48 +36,38 @@ from toolkit.units import format_size
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+    from toolkit.training.state.share import Share
+
 _SCRATCH = ".saving-"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Progress:
-    """Where a run stands after an optimizer step. With the order of the data a function of the step, this
-    is all."""
-
-    step: int
-    """Optimizer steps done."""
-    skipped: int = 0
-    """Of these, steps that a gradient overflow (fp16) undid."""
-    tokens: int = 0
-    """Tokens seen so far, all ranks."""
-
-    def after(self, tokens: int, *, skipped: bool) -> Progress:
-        """One optimizer step later."""
-        return Progress(step=self.step + 1, skipped=self.skipped + skipped, tokens=self.tokens + tokens)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Identity:
-    """What run a checkpoint is of. Strategy and processes may change between save and resume, the rest may not."""
-
-    strategy: str
-    processes: int
-    method: str
-    optimizer: str
-    data: str
-    """The data's fingerprint: with other data, the position in it means nothing."""
-    rows: int
-    """Rows of the global batch: the position in the data is `step x rows`."""
+class NotSaved(ToolkitError):
+    """A checkpoint could not be written, and the run was told to end then."""
 
 
 class Checkpoints:
-    """The checkpoints of one run folder. `say` takes a line for the log; `record` is what state.json tells of the run
-    beside its state (config, plan)."""
+    """The checkpoints of one run folder.
+
+    Args:
+        keep: how many complete ones are kept.
+        say: takes a line for the log.
+        record: what state.json tells of the run beside its state (config, plan).
+        mode: `sync` writes before training goes on. `async` copies this rank's share to host memory, and writes the copy in a
+            thread; `advance` between steps and `wait` at the end belong to it.
+        on_error: after a save that failed, `warn` and go on, or `stop` with NotSaved.
+    """
 
     def __init__(self, folder: Path, accelerator: Accelerator, identity: Identity, keep: int,
-                 say: Callable[[str], None] = print, record: dict[str, Any] | None = None) -> None:
+                 say: Callable[[str], None] = print, record: dict[str, Any] | None = None, *,
+                 mode: Literal["sync", "async"] = "sync", on_error: Literal["warn", "stop"] = "warn") -> None:
         self.folder, self.accelerator, self.identity, self.keep = folder, accelerator, identity, keep
-        self.say, self.record = say, record or {}
+        self.say, self.record, self.mode, self.on_error = say, record or {}, mode, on_error
+        self.saved: int | None = None
+        """Step of the newest checkpoint that this object wrote, or went on from."""
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._saving: tuple[Generator[Future[Any], Any, str | None], Future[Any]] | None = None
+        """The stages of the save that goes on, and what runs in the background."""
+        self._step = 0
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint."""
@@ -101,7 +92,7 @@ class Checkpoints:
         for path in candidates:
             problem = self._damage(path)
             if problem is None:
-                self._check_identity(path)
+                self.identity.check(path, read_manifest(path)["identity"])
                 return path
             if resume != "auto":
                 newest = newest_in(path / "checkpoints")
@@ -115,18 +106,6 @@ class Checkpoints:
 
         found = damage(path, (self.accelerator.process_index, self.accelerator.num_processes))
         return next(filter(None, gather_object([found])), None)
-
-    def _check_identity(self, path: Path) -> None:
-        made = read_manifest(path)["identity"]
-        if made["rows"] not in (self.identity.rows, None):
-            raise UserError(f"{path} was made with a global batch of {made['rows']} rows, this run has {self.identity.rows}; "
-                            f"set micro_batch and accumulate so that micro_batch x accumulate x processes is {made['rows']}, "
-                            "give another output, or start anew with resume=never")
-        for name in ("method", "optimizer", "data"):
-            value = getattr(self.identity, name)
-            if made[name] not in (value, None):  # A converted checkpoint does not know all of them.
-                raise UserError(f"{path} was made with {name} {made[name]}, this run has {name} {value}; launch "
-                                "it alike, give another output, or start anew with resume=never")
 
     def load(self, path: Path) -> Progress:
         """Put weights, optimizer state and random states of every rank back. Every rank must call it.
@@ -149,6 +128,12 @@ class Checkpoints:
         if (made["strategy"], made["processes"]) != (now.strategy, now.processes):
             self.say(f"note: {path.name} was made by {made['strategy']} on {made['processes']} processes, this is {now.strategy} "
                      f"on {now.processes}: weights, optimizer state and the position in the data are carried over")
+        models = [told.get("config", {}).get("model") for told in (state, self.record)]
+        if None not in models and models[0] != models[1]:
+            self.say(f"note: {path.name} was made with model={models[0]}, this run has {models[1]}: what was trained is carried "
+                     "over, what is frozen is this one's")
+        if path.parent == self.folder:
+            self.saved = done.step
         return done
 
     def _restore_random(self, path: Path, made: dict[str, Any], step: int) -> None:
@@ -157,45 +142,117 @@ class Checkpoints:
         from safetensors.torch import load_file
 
         from toolkit.training.state.rng import restore_random_states
+        from toolkit.training.state.share import random_file
 
         if made["processes"] == self.identity.processes:
-            restore_random_states(load_file(path / _random_file(self.accelerator.process_index)))
+            restore_random_states(load_file(path / random_file(self.accelerator.process_index)))
             return
         self.say(f"note: random states of {made['processes']} ranks do not fit {self.identity.processes}; every rank draws "
                  "anew from the seed and the step (dropout masks will differ)")
         set_seed((torch.initial_seed() + 1_000_003 * step) % 2**32)
 
-    def set_aside(self) -> None:
-        """Move the checkpoints of an earlier run out of the way of one that starts anew."""
+    def begin(self, found: Path | None) -> Progress:
+        """Go on from `found`, or start anew, with whatever else is there moved aside. Every rank must call it.
+
+        Raises:
+            UserError: it is a checkpoint of another model.
+        """
+        if found is not None:
+            return self.load(found)
         if self.accelerator.is_main_process and named(self.folder):
             number = 1
             while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():
                 number += 1
             self.folder.rename(aside)
         self.accelerator.wait_for_everyone()
+        return Progress(step=0)
 
     def save(self, progress: Progress) -> str | None:
-        """Write a checkpoint; every rank must call it.
+        """Write a checkpoint, or begin to (mode `async`), after the one that is still being written. Every rank must call it.
 
-        Returns None, or what went wrong; then the older checkpoints are as they were.
+        Returns None, or what went wrong, which then was said too; the older checkpoints are as they were.
+
+        Raises:
+            NotSaved: the save failed, or the one before, and the run is to end then.
         """
-        final = self.folder / f"step-{progress.step:08d}"
-        scratch = self.folder / f"{_SCRATCH}{final.name}"
-        main = self.accelerator.is_main_process
-        _, problem = self._together({}, self._prepare(scratch) if main else None)
-        if problem:
-            return problem
-        files, own = {}, None
+        from toolkit.training.state.live import live_state
+        from toolkit.training.state.scaler import scaler_state
+        from toolkit.training.state.share import Share, told
+
+        self.wait()
+        self._step, scratch = progress.step, self._place(progress.step, scratch=True)
+        share, own = None, self._prepare(scratch) if self.accelerator.is_main_process else None
         try:
-            files = self._write(scratch)
-        except Exception as error:  # noqa: BLE001 - whatever a format's writer raises, training goes on without it
-            own = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            share = Share.of(live_state(self.accelerator), self.accelerator.process_index)
+            share = share.copied() if self.mode == "async" else share
+        except Exception as error:  # noqa: BLE001 - an engine whose state cannot be read trains on all the same
+            own = own or told(error)
+        _, problem = self._together({}, own)
+        if problem or share is None:
+            return self._conclude(problem)
+        stages = self._stages(scratch, self._state(progress, scaler_state(self.accelerator)), share)
+        self._saving = stages, next(stages)
+        return self.wait() if self.mode == "sync" else None
+
+    @property
+    def busy(self) -> bool:
+        """Whether this rank is writing in the background."""
+        return self._saving is not None and not self._saving[1].done()
+
+    def advance(self, busy: int) -> None:
+        """Take the save in the background a stage further, once no rank is `busy`. Every rank must call it between steps, with
+        the number of busy ranks on which all have agreed.
+
+        Raises:
+            NotSaved: the save failed, and the run is to end then.
+        """
+        if self._saving is not None and not busy:
+            self._next(*self._saving)
+
+    def wait(self) -> str | None:
+        """Have the save in the background done. Every rank must call it. Returns and raises as `save` does."""
+        problem = None
+        while self._saving is not None:
+            problem = self._next(*self._saving)
+        return problem
+
+    def secure(self, progress: Progress) -> tuple[Path | None, str | None]:
+        """(the checkpoint of this very step, or None before the first; what went wrong): before the run is ended from outside.
+
+        Every rank must call it.
+        """
+        problem = self.wait()
+        if progress.step and self.saved != progress.step:
+            problem = self.save(progress) or self.wait()
+        return self._place(progress.step) if progress.step else None, problem
+
+    def _next(self, stages: Generator[Future[Any], Any, str | None], work: Future[Any]) -> str | None:
+        try:
+            self._saving = stages, stages.send(work.result())
+        except StopIteration as end:
+            return self._conclude(end.value)
+        return None
+
+    def _stages(self, scratch: Path, state: dict[str, Any], share: Share) -> Generator[Future[Any], Any, str | None]:
+        """One save. It yields what runs in the background, and goes on with its result when it has run on every rank: only here,
+        in the training thread, do ranks speak to each other."""
+        files, own = yield self._background.submit(share.write, scratch)
+        del share
         files, problem = self._together(files, own)
-        if main:
-            own = None if problem else self._finish(scratch, final, progress, files)
-            if problem or own:
-                shutil.rmtree(scratch, ignore_errors=True)
+        finish = self.accelerator.is_main_process
+        own = yield self._background.submit(self._finish, scratch, state, files, problem) if finish else _nothing()
         return problem or self._together({}, own)[1]
+
+    def _conclude(self, problem: str | None) -> str | None:
+        self._saving = None
+        if problem is None:
+            self.saved = self._step
+            return None
+        text = f"no checkpoint at step {self._step} ({problem}); the older ones are kept"
+        if self.on_error == "stop":
+            raise NotSaved(f"{text}, and on_save_error=stop ends the run; the last good one is {self.newest()}")
+        self.say(f"warning: {text}")
+        return problem
 
     def _together(self, files: dict[str, Any], problem: str | None) -> tuple[dict[str, Any], str | None]:
         """(the files of all ranks, the first problem of any)."""
@@ -204,19 +261,20 @@ class Checkpoints:
         told: list[tuple[dict[str, Any], str | None]] = gather_object([(files, problem)])
         return {name: facts for part, _ in told for name, facts in part.items()}, next(filter(None, (p for _, p in told)), None)
 
-    def _write(self, scratch: Path) -> dict[str, Any]:
-        """This rank's share."""
-        from toolkit.training.state.live import live_state
-        from toolkit.training.state.rng import random_states
-        from toolkit.training.state.store import write_fragments, write_tensors
+    def _place(self, step: int, *, scratch: bool = False) -> Path:
+        return self.folder / f"{_SCRATCH if scratch else ''}step-{step:08d}"
 
-        rank, live = self.accelerator.process_index, live_state(self.accelerator)
-        fragments = [fragment.share() for fragment in live.fragments()]
-        fragments += [scalar.fragment() for scalar in live.scalars() if scalar.owner]
-        files = write_fragments(scratch, f"rank-{rank:05d}", fragments)
-        name = _random_file(rank)
-        files[name] = write_tensors(scratch / name, list(random_states().items()), {})
-        return files
+    def _state(self, progress: Progress, scaler: dict[str, Any] | None) -> dict[str, Any]:
+        """What state.json will say."""
+        from toolkit.training.state.share import random_file
+
+        return {
+            "progress": asdict(progress),
+            "schedule": {"position": progress.step - progress.skipped},
+            "data": {"rows": progress.step * self.identity.rows, "fingerprint": self.identity.data},
+            "random": {str(rank): random_file(rank) for rank in range(self.identity.processes)},
+            "scaler": scaler, "identity": asdict(self.identity), "versions": versions(), **self.record,
+        }  # fmt: skip
 
     def _prepare(self, scratch: Path) -> str | None:
         """Make room: drop leftovers, and see that what the last checkpoint took is free."""
@@ -234,35 +292,39 @@ class Checkpoints:
             return str(error)
         return None
 
-    def _finish(self, scratch: Path, final: Path, progress: Progress, files: dict[str, Any]) -> str | None:
-        """state.json, the manifest, and the name; then the oldest are removed."""
-        from toolkit.training.state.scaler import scaler_state
+    def _finish(self, scratch: Path, state: dict[str, Any], files: dict[str, Any], problem: str | None) -> str | None:
+        """state.json, the manifest, and the name; then the oldest are removed. After a problem, nothing is left."""
+        from toolkit.training.state.share import told
         from toolkit.training.state.store import checksum
 
-        identity = asdict(self.identity)
         try:
-            files.update(carry_assets(self.folder.parent / FOLDER, scratch))
-            write_json(scratch / STATE, {
-                "progress": asdict(progress),
-                "schedule": {"position": progress.step - progress.skipped},
-                "data": {"rows": progress.step * self.identity.rows, "fingerprint": self.identity.data},
-                "random": {str(rank): _random_file(rank) for rank in range(self.identity.processes)},
-                "scaler": scaler_state(self.accelerator), "identity": identity, "versions": versions(), **self.record,
-            })  # fmt: skip
-            flush(scratch / STATE)
-            files[STATE] = {"bytes": (scratch / STATE).stat().st_size, "xxh3": checksum(scratch / STATE)}
-            write_json(scratch / MANIFEST, {"version": FORMAT, "step": progress.step, "identity": identity,
-                                            "files": dict(sorted(files.items()))})
-            flush(scratch / MANIFEST)
-            flush(scratch)
-            if final.exists():
-                shutil.rmtree(final)
+            if problem is None:
+                files.update(carry_assets(self.folder.parent / FOLDER, scratch))
+                write_json(scratch / STATE, state)
+                flush(scratch / STATE)
+                files[STATE] = {"bytes": (scratch / STATE).stat().st_size, "xxh3": checksum(scratch / STATE)}
+                step = state["progress"]["step"]
+                write_json(scratch / MANIFEST, {"version": FORMAT, "step": step, "identity": state["identity"],
+                                                "files": dict(sorted(files.items()))})
+                flush(scratch / MANIFEST)
+                flush(scratch)
+                self._name(scratch, self._place(step))
+                self._prune()
+                return None
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+            problem = told(error)
+        shutil.rmtree(scratch, ignore_errors=True)
+        return problem
+
+    def _name(self, scratch: Path, final: Path) -> None:
+        if final.is_dir():
+            before = self.folder / f"{_SCRATCH}before-{final.name}"
+            final.rename(before)
             scratch.rename(final)
-            flush(self.folder)
-            self._prune()
-        except OSError as error:
-            return str(error)
-        return None
+            shutil.rmtree(before, ignore_errors=True)
+        else:
+            scratch.rename(final)
+        flush(self.folder)
 
     def _prune(self) -> None:
         """Remove what is older than the newest `keep` complete ones; a broken one never counts as kept."""
@@ -273,33 +335,11 @@ class Checkpoints:
                 shutil.rmtree(path, ignore_errors=True)
 
 
-def _random_file(rank: int) -> str:
-    return f"random-{rank:05d}.safetensors"
+def _nothing() -> Future[Any]:
+    done: Future[Any] = Future()
+    done.set_result(None)
+    return done
 
 
 def _size(path: Path) -> int:
     return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
-
-
-def check_room(config: TrainConfig, parameters: int, trainable: int) -> None:
-    """Hold the disk against what the run will write: the checkpoints it keeps, one being written, and the
-    export.
-
-    A careful guess before the first save: fp32 weights and the optimizer's fp32 states of what is trained.
-
-    Raises:
-        UserError: there is too little space.
-    """
-    states = {"sgd": 0, "adafactor": 1, "lion": 1}.get(config.optimizer, 2)
-    one = trainable * 4 * (1 + states)
-    checkpoints = (config.keep + 1) * one if config.checkpoint_every else 0
-    export = (parameters if config.method == "full" else trainable) * 4 if config.export else 0
-    if checkpoints + export == 0:
-        return
-    folder = Path(config.output).absolute()
-    existing = next(path for path in (folder, *folder.parents) if path.exists())
-    free = shutil.disk_usage(existing).free
-    if free < checkpoints + export:
-        raise UserError(f"{config.keep + 1} checkpoints and the export need {format_size(checkpoints + export)}, but "
-                        f"{existing} has {format_size(free)} free; make room, name another output, or set keep=1, "
-                        "checkpoint_every=0 or export=false")

@@ -115,7 +115,12 @@ class TrainConfig:
     log_every: int = 1
     """Optimizer steps between lines of the log; metrics.jsonl has every step."""
     checkpoint_every: int = 0
-    """Optimizer steps between checkpoints, also after the last; 0: never."""
+    """Optimizer steps between checkpoints, also after the last; 0: only when a signal asks the run to end."""
+    checkpoint_mode: Literal["sync", "async"] = "sync"
+    """sync: training waits until a checkpoint is on the disk. async: only until each rank has copied its share to host memory;
+    a thread writes the copy."""
+    on_save_error: Literal["warn", "stop"] = "warn"
+    """A checkpoint that cannot be written (disk full, no permission) is a warning, or ends the run; older ones stay."""
     keep: int = 2
     """Checkpoints that are kept."""
     resume: str = "auto"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import time
@@ -52,6 +53,30 @@ def check_output(config: TrainConfig) -> None:
         existing = existing.absolute().parent
     if not os.access(existing, os.W_OK | os.X_OK):
         raise UserError(f"output={config.output}: {existing} cannot be written to")
+
+
+def check_room(config: TrainConfig, parameters: int, trainable: int) -> None:
+    """Hold the disk against what the run will write: the checkpoints it keeps, one being written, and the
+    export.
+
+    A careful guess before the first save: fp32 weights and the optimizer's fp32 states of what is trained.
+
+    Raises:
+        UserError: there is too little space.
+    """
+    states = {"sgd": 0, "adafactor": 1, "lion": 1}.get(config.optimizer, 2)
+    one = trainable * 4 * (1 + states)
+    checkpoints = (config.keep + 1) * one if config.checkpoint_every else 0
+    export = (parameters if config.method == "full" else trainable) * 4 if config.export else 0
+    if checkpoints + export == 0:
+        return
+    folder = Path(config.output).absolute()
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    free = shutil.disk_usage(existing).free
+    if free < checkpoints + export:
+        raise UserError(f"{config.keep + 1} checkpoints and the export need {format_size(checkpoints + export)}, but "
+                        f"{existing} has {format_size(free)} free; make room, name another output, or set keep=1, "
+                        "checkpoint_every=0 or export=false")
 
 
 def versions() -> dict[str, str]:
@@ -104,6 +129,10 @@ class RunFolder:
             self.accelerator.init_trackers("tensorboard" if self.config.tracker == "tensorboard" else self.path.name,
                                            config=settings)
         self.accelerator.wait_for_everyone()
+
+    def told(self, plan: Plan) -> dict[str, Any]:
+        """What a checkpoint tells of the run that made it: the resolved config, and the plan."""
+        return {"config": asdict(self.config), "plan": {**asdict(plan), "label": plan.label}}
 
     def _record(self, model: Any, data: Data) -> dict[str, Any]:
         """Everything beside the config and the plan that makes a run repeatable."""

@@ -15,6 +15,7 @@ import os
 import subprocess
 import sys
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from pathlib import Path
 from toolkit.errors import ToolkitError, UserError
 from toolkit.strategies import launch_environment
 from toolkit.training import rollcall
+from toolkit.training.stop import Stopped, end_with_launcher
 
 
 def rank() -> int:
@@ -102,17 +104,20 @@ def run(main: Callable[[list[str]], None]) -> None:
     own_tools_first()
     os.environ.update(launch_environment(os.environ))
     watch_for_kills()
+    end_with_launcher()
     status = 0
+    ended: BaseException | None = None
     try:
         main(sys.argv[1:])
     except ToolkitError as error:
-        status = error.exit_code
+        # Held until the process ends: the engine in its frames waits for other ranks when it is taken down.
+        status, ended = error.exit_code, error
         rollcall.leave(f"ended ({error})")
-        _report(str(error), status)
+        _report(str(error), status, kind="stopped" if isinstance(error, Stopped) else "error")
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        status = 1
+        status, ended = 1, error
         # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
         claim = _claim()
         told = claim is not None and claim.exists()
@@ -123,11 +128,11 @@ def run(main: Callable[[list[str]], None]) -> None:
         elif lost:
             _report(lost, status)
         elif not _explained(error):
-            raise
+            traceback.print_exception(error)
     sys.stdout.flush()
     sys.stderr.flush()
     rollcall.leave()
-    if status:
+    if ended or status:
         # Other ranks may wait in a collective operation for this one: leave without the atexit handlers that
         # wait too.
         os._exit(status)
@@ -159,7 +164,7 @@ def _claim() -> Path | None:
     return Path(error_file).parent.parent / "reported" if error_file else None
 
 
-def _report(message: str, status: int, detail: Sequence[str] = ()) -> None:
+def _report(message: str, status: int, detail: Sequence[str] = (), kind: str = "error") -> None:
     """Print the line and its detail if no other rank of this node did, and leave the line for the launcher's report."""
     line = " ".join(message.split())
     claim = _claim()
@@ -174,7 +179,7 @@ def _report(message: str, status: int, detail: Sequence[str] = ()) -> None:
         record = {"message": {"message": line, "errorCode": status, "extraInfo": {"timestamp": int(time.time())}}}
         with contextlib.suppress(OSError):
             Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text(json.dumps(record), encoding="utf-8")
-    print("\n".join([f"error: {line}", *detail]), file=sys.stderr, flush=True)
+    print("\n".join([f"{kind}: {line}", *detail]), file=sys.stderr, flush=True)
 
 
 def check_processes() -> None:

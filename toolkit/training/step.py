@@ -32,11 +32,11 @@ def highest(accelerator: Accelerator, value: int) -> list[int]:
     return [int(item) for item in gathered]
 
 
-def count_batch(accelerator: Accelerator, batches: list[Batch]) -> tuple[int, int]:
-    """(targets, tokens) of the whole global batch: all micro-batches of all ranks."""
-    targets, tokens = across_ranks(
-        accelerator, sum(batch.num_targets for batch in batches), sum(batch.num_tokens for batch in batches))
-    return int(targets), int(tokens)
+def count_batch(accelerator: Accelerator, batches: list[Batch], *flags: bool) -> list[int]:
+    """[targets, tokens, ...]: of the whole global batch, all micro-batches of all ranks; then for each flag, on how many ranks
+    it is set."""
+    return [int(total) for total in across_ranks(
+        accelerator, sum(batch.num_targets for batch in batches), sum(batch.num_tokens for batch in batches), *flags)]
 
 
 def gradient_norm(accelerator: Accelerator, model: torch.nn.Module, clip: float) -> float:
