@@ -76,8 +76,21 @@ def test_what_is_not_sound_is_named(damage: str, run: Path) -> None:
         (path / (SHARD if damage == "shard" else MANIFEST)).unlink()
     said = {"shard": f"{SHARD} is missing", "manifest": "has no manifest.json", "nan": "exp_avg of weight has values"}
     with pytest.raises(UserError, match=said[damage]):
-        examine.verify(examine.find_checkpoint(path))
+        examine.verify(path)
 
 
 def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     assert "holds no complete checkpoint" in toolkit("inspect", tmp_path).stderr
+
+
+def test_convert_and_export_end_with_one_line(run: Path, tmp_path: Path) -> None:
+    done = toolkit("convert", run, tmp_path / "dcp", "--to", "dcp", "--json")
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["kinds"] == ["exp_avg", "exp_avg_sq", "step", "weights"]
+    told = toolkit("inspect", tmp_path / "dcp")
+    assert told.returncode == 0 and "a torch distributed checkpoint, step 1" in told.stdout
+    again = toolkit("convert", run, tmp_path / "dcp", "--to", "dcp")
+    assert again.returncode == 2 and again.stderr.strip().endswith("is there already; name a new folder")
+    lacking = toolkit("export", run, tmp_path / "out")
+    assert lacking.returncode == 2 and "does not say of what model it is" in lacking.stderr
+    assert len(lacking.stderr.splitlines()) == 1 and not (tmp_path / "out").exists()

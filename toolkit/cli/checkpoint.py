@@ -42,7 +42,7 @@ def inspect(path: Path = PATH, json: o.Json = False) -> int:
     """What is in it: step, strategy, sizes by kind of state. Reads headers only."""
     from toolkit.training.state import examine
 
-    found = examine.inspect(examine.find_checkpoint(path))
+    found = examine.inspect(path)
     if json:
         typer.echo(json_module.dumps(found))
     else:
@@ -54,7 +54,7 @@ def verify(path: Path = PATH, json: o.Json = False) -> int:
     """Whether every file is what was written, every tensor whole, and no value NaN or infinite."""
     from toolkit.training.state import examine
 
-    found = examine.verify(examine.find_checkpoint(path))
+    found = examine.verify(path)
     typer.echo(json_module.dumps(found) if json else f"{found['path']}: sound, {found['tensors']} tensors")
     return 0
 
@@ -118,12 +118,15 @@ def _show(found: dict[str, Any]) -> None:
     from toolkit.report.terminal import console
     from toolkit.units import format_count, format_size
 
-    progress, identity = found["progress"], found["identity"]
     out = console()
-    out.print(f"{found['path']}: step {progress['step']:,}, {format_count(progress['tokens'])} tokens, "
-              f"{format_size(found['bytes'])} in {len(found['files'])} files")
-    out.print(f"made by {identity['strategy']} on {identity['processes']} processes, {identity['method']}, "
-              f"{identity['optimizer']}, {identity['rows']} rows a step")
+    if "kinds" not in found:
+        out.print(f"{found['path']}: {found['what']}; {found['way']}")
+        return
+    files = f" in {len(found['files'])} files" if "files" in found else ""
+    out.print(f"{found['path']}: {found['what']}, step {found['step']:,}, "
+              + (f"{format_count(found['tokens'])} tokens, " if found["tokens"] else "") + format_size(found["bytes"]) + files)
+    for line in _about(found):
+        out.print(line)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("kind", "tensors", "elements", "bytes", "dtype"):
         table.add_column(column, justify="left" if column in ("kind", "dtype") else "right")
@@ -131,3 +134,23 @@ def _show(found: dict[str, Any]) -> None:
         counts = f"{kind['tensors']:,}", f"{kind['elements']:,}"
         table.add_row(name, *counts, format_size(kind["bytes"]), ", ".join(kind["dtypes"]))
     out.print(table)
+
+
+def _about(found: dict[str, Any]) -> list[str]:
+    """Who made it, of what, with which settings and versions."""
+    made, model, lines = found["identity"], found["model"], []
+    parts = [f"made by {made['strategy']} on {made['processes']} processes" if made.get("processes") else "",
+             *(str(made[name]) for name in ("method", "optimizer") if made.get(name)),
+             f"{made['rows']} rows a step" if made.get("rows") else "",
+             f"converted from {found['source']['format']}" if found.get("source") else ""]
+    lines.append(", ".join(filter(None, parts)))
+    if model:
+        base = f", adapters of {model['base']}" if model["base"] else ""
+        lines.append(f"model: {model['architecture']}, vocabulary of {model['vocabulary']:,}{base}"
+                     + ("" if model["tokenizer"] else ", no tokenizer"))
+    for name in ("plan", "config", "versions"):
+        shown = {key: value for key, value in (found.get(name) or {}).items()
+                 if value not in (None, "") and key != "platform" and not isinstance(value, (dict, list))}
+        if shown:
+            lines.append(f"{name}: " + ", ".join(f"{key} {value}" for key, value in shown.items()))
+    return [line for line in lines if line]

@@ -36,7 +36,8 @@ def write_assets(folder: Path, model: Any, tokenizer: Any, model_config: Any) ->
 
 
 def carry_assets(source: Path, checkpoint: Path) -> dict[str, dict[str, Any]]:
-    """Copy them from a folder into a checkpoint; returns file name to {"bytes", "xxh3"} for its manifest. Raises OSError."""
+    """Copy the small files of a folder into a checkpoint; returns file name to {"bytes", "xxh3"} for its manifest. Raises
+    OSError."""
     found = {}
     for file in sorted(path for pattern in SMALL for path in source.glob(pattern)):
         if file.is_file() and not file.name.endswith(".index.json"):
