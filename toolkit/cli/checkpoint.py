@@ -118,22 +118,21 @@ def _show(found: dict[str, Any]) -> None:
     from toolkit.report.terminal import console
     from toolkit.units import format_count, format_size
 
-    out = console()
     if "kinds" not in found:
-        out.print(f"{found['path']}: {found['what']}; {found['way']}")
+        typer.echo(f"{found['path']}: {found['what']}; {found['way']}")
         return
     files = f" in {len(found['files'])} files" if "files" in found else ""
-    out.print(f"{found['path']}: {found['what']}, step {found['step']:,}, "
-              + (f"{format_count(found['tokens'])} tokens, " if found["tokens"] else "") + format_size(found["bytes"]) + files)
+    tokens = f"{format_count(found['tokens'])} tokens, " if found["tokens"] else ""
+    typer.echo(f"{found['path']}: {found['what']}, step {found['step']:,}, {tokens}{format_size(found['bytes'])}{files}")
     for line in _about(found):
-        out.print(line)
+        typer.echo(line)
     table = Table(box=None, padding=(0, 2, 0, 0))
     for column in ("kind", "tensors", "elements", "bytes", "dtype"):
         table.add_column(column, justify="left" if column in ("kind", "dtype") else "right")
     for name, kind in found["kinds"].items():
         counts = f"{kind['tensors']:,}", f"{kind['elements']:,}"
         table.add_row(name, *counts, format_size(kind["bytes"]), ", ".join(kind["dtypes"]))
-    out.print(table)
+    console().print(table)
 
 
 def _about(found: dict[str, Any]) -> list[str]:
