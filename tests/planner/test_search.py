@@ -131,7 +131,7 @@ def test_where_the_states_alone_are_too_much_activations_are_not_saved(ask: Ask)
     results = Search(ask(2.0, allow_offload="cpu")).run()
     assert any(r.fits for r in results)
     assert [r.candidate.name for r in tried(results, "single") if r.estimate] == ["single"]
-    assert any(r.candidate.plan.offload == "all" for r in tried(results, "zero3"))
+    assert any(r.candidate.plan.offload != "none" and r.fits for r in tried(results, "zero3"))
 
 
 def test_pruning_loses_nothing_that_fits(ask: Ask) -> None:
