@@ -133,6 +133,9 @@ class TrainConfig:
     tracker: Literal["tensorboard", "wandb", "mlflow", "trackio", "none"] = "tensorboard"
     preflight: Literal["stop", "warn", "off"] = "stop"
     """Before the weights are loaded the run is estimated on its device: stop (exit status 3) or warn when it does not fit."""
+    on_oom: Literal["stop", "shrink"] = "stop"
+    """When a rank is out of memory: stop with an explanation, or begin anew on all ranks with half the micro-batch and twice the
+    accumulation, from the last checkpoint, down to one row."""
     profile: bool = True
     """Tell memory apart by phase, and print predicted against measured after the third step."""
     timeout_minutes: float = 60.0

@@ -6,11 +6,12 @@ import gc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from toolkit.profiling.oom import PostMortem, examine
+from toolkit.profiling.oom import PostMortem, examine, is_out_of_memory
 from toolkit.training.accelerator import launch_file
 from toolkit.training.lighter import Lighter, lighter_or_none
 from toolkit.training.run_folder import write_json
-from toolkit.training.start import on_out_of_memory, rank, world_size
+from toolkit.training.shrink import Shrink, smaller
+from toolkit.training.start import on_failure, on_out_of_memory, rank, world_size
 from toolkit.units import format_size
 
 if TYPE_CHECKING:
@@ -22,28 +23,53 @@ LESS = 0.9
 
 
 def explain_out_of_memory(preflight: Preflight, memory: MemoryWatch) -> None:
-    """From here on a failed allocation of this process is explained instead of shown as a traceback."""
+    """From here on a failed allocation of this process is explained instead of shown as a traceback; with `on_oom: shrink` the
+    run begins anew with a smaller micro-batch where that can help."""
+    shrink = Shrink(preflight.config) if preflight.config.on_oom == "shrink" else None
 
     def explain(error: BaseException) -> tuple[str, list[str]]:
-        model = memory.model
-        found = examine(error, memory.device, model)
-        where = f"{memory.phase} of step {len(memory.peaks) + 1}" if memory.phase != "load" else "loading the model"
-        if memory.phase == "between":
-            where = f"step {len(memory.peaks) + 1}"
-        lines = [*found.lines(), *_predicted(preflight, memory)]
-        _keep(Path(preflight.config.output), {"where": where, "rank": rank(), "predicted": preflight.figures, **found.to_json()})
+        line, lines, found = _state(error, preflight, memory)
+        lines += [f"  on_oom        {_no_help(shrink, memory, preflight)}"] if shrink is not None else []
         # The planner needs memory too: what the failed call holds can go now.
         error.__traceback__ = None
-        memory.model = model = None
+        memory.model = None
         gc.collect()
-        lines += [f"  try next      {option}" for option in _next(preflight, found)]
-        asked = f", {format_size(found.asked)} more were asked for" if found.asked else ""
-        at = f" ({found.module})" if found.module else ""
-        held = f"{format_size(found.allocated)} of tensors"
-        who = f" on rank {rank()} of {world_size()}" if world_size() > 1 else ""
-        return f"out of memory{who} in {where}{at}: {held} were alive{asked}", lines
+        return line, [*lines, *(f"  try next      {option}" for option in _next(preflight, found))]
+
+    def begin_anew(error: BaseException) -> None:
+        if shrink is None:
+            return
+        if is_out_of_memory(error) and not _no_help(shrink, memory, preflight):
+            line, lines, _ = _state(error, preflight, memory)
+            shrink.ask(line, lines)
+        shrink.follow()
 
     on_out_of_memory(explain)
+    on_failure(begin_anew)
+
+
+def _state(error: BaseException, preflight: Preflight, memory: MemoryWatch) -> tuple[str, list[str], PostMortem]:
+    """(the line that names it, lines of detail, the state of this process), which is kept in the run folder."""
+    found = examine(error, memory.device, memory.model)
+    where = f"{memory.phase} of step {len(memory.peaks) + 1}" if memory.phase != "load" else "loading the model"
+    if memory.phase == "between":
+        where = f"step {len(memory.peaks) + 1}"
+    _keep(Path(preflight.config.output), {"where": where, "rank": rank(), "predicted": preflight.figures, **found.to_json()})
+    asked = f", {format_size(found.asked)} more were asked for" if found.asked else ""
+    at = f" ({found.module})" if found.module else ""
+    who = f" on rank {rank()} of {world_size()}" if world_size() > 1 else ""
+    line = f"out of memory{who} in {where}{at}: {format_size(found.allocated)} of tensors were alive{asked}"
+    return line, [*found.lines(), *_predicted(preflight, memory)], found
+
+
+def _no_help(shrink: Shrink, memory: MemoryWatch, preflight: Preflight) -> str:
+    """Why a smaller micro-batch is no way out; empty where it may be one."""
+    if memory.phase in ("load", "optimizer"):
+        what = "the model" if memory.phase == "load" else "the optimizer"
+        return f"shrink does not help: what {what} takes is the same for one row"
+    if smaller(preflight.config.micro_batch, 1) is None:
+        return "shrink has come down to micro_batch=1, and even one row is too much"
+    return shrink.why_not
 
 
 def _predicted(preflight: Preflight, memory: MemoryWatch) -> list[str]:

@@ -214,18 +214,20 @@ def begin(limit: float, end: Callable[[str], None]) -> None:
     world = int(os.environ.get("WORLD_SIZE", "1"))
     if world == 1 or _active or "MASTER_ADDR" not in os.environ:
         return
-    _active.append(RollCall(int(os.environ["RANK"]), world, limit, _launchers_store, end))
+    name = f"roll call {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    address = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    _active.append(RollCall(int(os.environ["RANK"]), world, limit, lambda: store_at(*address, name=name), end))
     _active[0].start()
 
 
-def _launchers_store() -> Any:
+def store_at(host: str, port: str, *, name: str) -> Any:
+    """A client of its own of the store that all ranks reach, its keys apart from others' by `name`."""
     from datetime import timedelta
 
     from torch.distributed import PrefixStore, TCPStore
 
-    store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False, wait_for_workers=False,
-                     timeout=timedelta(seconds=30))
-    return PrefixStore(f"roll call {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = TCPStore(host, int(port), is_master=False, wait_for_workers=False, timeout=timedelta(seconds=30))
+    return PrefixStore(name, store)
 
 
 def at_step(step: int) -> None:

@@ -67,6 +67,16 @@ def on_out_of_memory(explain: Explanation) -> None:
     _explain[:] = [explain]
 
 
+Attempt = Callable[[BaseException], None]
+_attempts: list[Attempt] = []
+
+
+def on_failure(attempt: Attempt) -> None:
+    """Have `attempt` called with the error that would end the run, before anything is said of it: it may begin the process
+    anew, and returns when it does not."""
+    _attempts[:] = [attempt]
+
+
 def _explained(error: BaseException) -> bool:
     """Tell a failed allocation, once per node; False when the error is none, or nobody can explain it."""
     from toolkit.profiling.oom import is_out_of_memory
@@ -83,19 +93,23 @@ def _explained(error: BaseException) -> bool:
     return True
 
 
+_WATCHED = "TOOLKIT_WATCHED"
+
+
 def watch_for_kills() -> None:
     """Have a process of its own watch the ranks of this node: one that signal 9 ends can't say why itself.
 
     The first rank of a node starts it; it ends with the first rank that does. It is no part of the training, so a system that
     won't start it goes without.
     """
-    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.platform.startswith("linux"):
+    if os.environ.get("LOCAL_RANK", "0") != "0" or not sys.platform.startswith("linux") or _WATCHED in os.environ:
         return
     watched = [str(os.getppid())] if "LOCAL_RANK" in os.environ else [str(os.getppid()), str(os.getpid())]
     environment = {name: value for name, value in os.environ.items() if name != "LD_PRELOAD"}
     with contextlib.suppress(OSError):
         subprocess.Popen([sys.executable, "-m", "toolkit.profiling.killed", *watched], env=environment, stdin=subprocess.DEVNULL,
                          stdout=subprocess.DEVNULL, start_new_session=True)
+        os.environ[_WATCHED] = str(os.getpid())  # a rank that executes itself anew has its watcher
 
 
 def run(main: Callable[[list[str]], None]) -> None:
@@ -118,6 +132,8 @@ def run(main: Callable[[list[str]], None]) -> None:
         status = 130
     except Exception as error:
         status, ended = 1, error
+        for attempt in _attempts:
+            attempt(error)
         # A rank whose peer left on a mistake fails in whatever it shared with it; the peer has said why.
         claim = _claim()
         told = claim is not None and claim.exists()
