@@ -117,6 +117,14 @@ class Watch:
         return "; ".join(parts)
 
 
+def _claim_report() -> None:
+    """Keep the other ranks, which miss this one, from reporting it as well (`toolkit.training.start`)."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if error_file:
+        with contextlib.suppress(OSError):
+            (Path(error_file).parent.parent / "reported").touch()
+
+
 def main(arguments: list[str]) -> None:
     """Watch the children of a launcher (`pid`, its own pid to be left out) and explain the first that signal 9 ends."""
     launcher, own = int(arguments[0]), os.getpid()
@@ -126,6 +134,7 @@ def main(arguments: list[str]) -> None:
     for pid, signal in watch.first_end().items():
         if signal == 9 or (signal is None and watch.killed_for_memory()):
             line = watch.explain(pid, f"process {pid} of this run")
+            _claim_report()
             print(f"error: {line}; fewer processes per node or no offload need less of it", file=sys.stderr, flush=True)
             return
 
