@@ -103,10 +103,10 @@ class Watch:
         """Whether the kernel has killed a process for memory since the watch began."""
         return out_of_memory_kills() > self.kills
 
-    def explain(self, pid: int, name: str) -> str:
-        """The line about a process that signal 9 ended."""
+    def explain(self, pid: int, name: str, *, certain: bool = True) -> str:
+        """The line about a process that signal 9 ended; `certain`: the signal was seen."""
         total = host_memory().get("total")
-        parts = [f"{name} was killed by signal 9"]
+        parts = [f"{name} was killed by signal 9" if certain else f"{name} was killed, most likely by signal 9"]
         parts.append("by the kernel: the host is out of memory" if self.killed_for_memory()
                      else "which is what a host or container that is out of memory does")
         if self.held.get(pid):
@@ -117,12 +117,32 @@ class Watch:
         return "; ".join(parts)
 
 
+def _attempt_folder() -> Path | None:
+    """The launcher's folder of this attempt, below which each rank has one."""
+    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(error_file).parent.parent if error_file else None
+
+
+def leave_note() -> None:
+    """This process ends by itself."""
+    folder = _attempt_folder()
+    if folder is not None:
+        with contextlib.suppress(OSError):
+            (folder / f"ended-{os.getpid()}").touch()
+
+
+def left_no_note(pid: int) -> bool:
+    """Whether a process that is gone was ended by something else, as far as that can be known."""
+    folder = _attempt_folder()
+    return folder is not None and folder.is_dir() and not (folder / f"ended-{pid}").exists()
+
+
 def _claim_report() -> None:
     """Keep the other ranks, which miss this one, from reporting it as well (`toolkit.training.start`)."""
-    error_file = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if error_file:
+    folder = _attempt_folder()
+    if folder is not None:
         with contextlib.suppress(OSError):
-            (Path(error_file).parent.parent / "reported").touch()
+            (folder / "reported").touch()
 
 
 def main(arguments: list[str]) -> None:
@@ -132,8 +152,9 @@ def main(arguments: list[str]) -> None:
     watch = Watch(pids)
     watch.look()
     for pid, signal in watch.first_end().items():
-        if signal == 9 or (signal is None and watch.killed_for_memory()):
-            line = watch.explain(pid, f"process {pid} of this run")
+        # A launcher that was quicker has asked for the signal already: what is known then is that the process left no note.
+        if signal == 9 or (signal is None and (watch.killed_for_memory() or left_no_note(pid))):
+            line = watch.explain(pid, f"process {pid} of this run", certain=signal == 9)
             _claim_report()
             print(f"error: {line}; fewer processes per node or no offload need less of it", file=sys.stderr, flush=True)
             return

@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from toolkit.errors import ToolkitError, UserError
+from toolkit.profiling.killed import leave_note
 from toolkit.strategies import launch_environment
 from toolkit.training import rollcall
 from toolkit.training.stop import Stopped, end_with_launcher
@@ -148,6 +149,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     rollcall.leave()
+    leave_note()
     if ended or status:
         # Other ranks may wait in a collective operation for this one: leave without the atexit handlers that
         # wait too.
@@ -162,6 +164,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 def end_now(line: str) -> None:
     """Say the line and leave the process from any thread: its main thread waits for something that won't come."""
     _report(line, 1)
+    leave_note()
     os._exit(1)
 
 
