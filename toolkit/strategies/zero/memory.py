@@ -212,6 +212,8 @@ class Zero12Engine(ZeroEngine):
             if self.device == "cpu":
                 self.create_states(tape, tensors)
         else:
+            largest = max((p.numel for p in self.trace.trainable), default=0)
+            tape.transient(8 * min(self.partition, largest), "temporaries", "a gradient in fp64, for its norm")
             flat = self.partition * self.accumulation_size
             tape.alloc("flat-gradient", flat, "gradients", "flat gradient partition")
             if self.accumulation_size != 4:

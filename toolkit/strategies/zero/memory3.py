@@ -20,6 +20,7 @@ from toolkit.timeline.tape import Tape
 from toolkit.timeline.trace import Mark, ModelTrace, ParameterInfo
 
 NEVER = -(10**10)
+GATHER_STREAM = 1
 
 
 @dataclass
@@ -73,6 +74,8 @@ class Zero3Engine(ZeroEngine):
         self.bucket: list[str] = []
         self.elements = 0
         self.param_offload = plan.offload == "all"
+        # with overlap_comm gathering has a stream of its own, and so a pool; what is freed there waits for the computing stream
+        self.gather_stream = GATHER_STREAM if self.overlap and self.device == "cuda" else 0
 
     @staticmethod
     def wants(trace: ModelTrace) -> Callable[[Mark], bool]:
@@ -130,12 +133,13 @@ class Zero3Engine(ZeroEngine):
             return
         if len(wanted) == 1:
             g = wanted[0]
-            tape.alloc(("gathered", g.info.name), self.whole(g.info), "parameters", f"gathered {g.info.name}")
+            tape.alloc(("gathered", g.info.name), self.whole(g.info), "parameters", f"gathered {g.info.name}", self.gather_stream)
             g.available = True
             return
         self.flights += 1
         flight = Flight(("flight", self.flights), wanted, len(wanted))
-        tape.alloc(flight.name, sum(self.whole(g.info) for g in wanted), "communication", "coalesced all-gather")
+        tape.alloc(flight.name, sum(self.whole(g.info) for g in wanted), "communication", "coalesced all-gather",
+                   self.gather_stream)
         for g in wanted:
             g.flight = flight
 
@@ -147,7 +151,8 @@ class Zero3Engine(ZeroEngine):
             flight.copied = True
             for member in flight.members:
                 nbytes = member.info.numel * self.size_of(member.info)
-                tape.alloc(("gathered", member.info.name), nbytes, "parameters", f"gathered {member.info.name}")
+                tape.alloc(("gathered", member.info.name), nbytes, "parameters", f"gathered {member.info.name}",
+                           self.gather_stream)
                 member.available = True
         g.flight = None
         flight.waiting -= 1
@@ -158,7 +163,7 @@ class Zero3Engine(ZeroEngine):
         if g.available and not g.users:
             g.available = False
             self.available -= g.info.numel
-            tape.free(("gathered", g.info.name))
+            tape.free(("gathered", g.info.name), lags=bool(self.gather_stream))
 
     def _fetch(self, tape: Tape, module: str) -> None:
         """fetch_sub_module"""
@@ -320,6 +325,9 @@ class Zero3Engine(ZeroEngine):
             g.users.clear()
             self._release(tape, g)
         tensors = self.optimizer_tensors()
+        if not self.offload and self.trace.trainable:
+            # get_grad_norm_direct casts one gradient after the other to fp64
+            tape.transient(8 * max(self.part(p) for p in self.trace.trainable), "temporaries", "a gradient in fp64, for its norm")
         if not self.offload or self.device == "cpu":
             first = not self.has_states
             self.has_states = True
