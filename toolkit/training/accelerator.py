@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
@@ -24,6 +24,7 @@ import yaml
 from toolkit.errors import UserError
 from toolkit.specs import Plan
 from toolkit.training import rollcall
+from toolkit.training.builds import check_builds
 from toolkit.training.config import TrainConfig
 from toolkit.training.start import end_now, world_size
 
@@ -103,6 +104,9 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     engine = requested_engine()
     timeout = timedelta(minutes=config.timeout_minutes)
     on_cpu = not torch.accelerator.is_available()
+    check_mesh(os.environ)
+    if engine == "deepspeed":
+        check_builds()
     rollcall.begin(timeout.total_seconds(), end_now)
     mixed = config.precision if config.precision in ("bf16", "fp16") else "no"
     if config.precision == "fp16" and on_cpu:
@@ -132,6 +136,33 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
         plugin = accelerator.state.fsdp_plugin
         plugin.mixed_precision_policy = dataclasses.replace(plugin.mixed_precision_policy, output_dtype=None)
     return accelerator
+
+
+def check_mesh(environ: Mapping[str, str]) -> None:
+    """Hold the degrees of the launch file to what FSDP can do with them.
+
+    Raises:
+        UserError: no two processes would share a copy of the model.
+    """
+    degrees = {name: int(environ.get(f"PARALLELISM_CONFIG_{name}_SIZE", 1)) for name in ("DP_REPLICATE", "DP_SHARD", "CP")}
+    if requested_engine() == "fsdp" and degrees["DP_REPLICATE"] > 1 and degrees["DP_SHARD"] * degrees["CP"] == 1:
+        raise UserError(f"the launch file asks for {degrees['DP_REPLICATE']} copies of the model with one process each, so FSDP "
+                        "has nothing to shard: use ddp.yaml, or parallelism_config_dp_shard_size of 2 or more")
+
+
+def gradient_sums(accelerator: Accelerator, model: torch.nn.Module) -> str:
+    """The data type in which the prepared model sums the gradients of a step's micro-batches: `fp32`, `bf16` or `fp16`."""
+    import torch
+
+    if running_engine(accelerator, model) == "deepspeed":
+        kind = model.get_data_types()[1]
+    elif running_engine(accelerator, model) == "fsdp":
+        policy = accelerator.state.fsdp_plugin.mixed_precision_policy
+        own = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+        kind = (policy and (policy.reduce_dtype or policy.param_dtype)) or own
+    else:
+        kind = next(parameter.dtype for parameter in model.parameters() if parameter.requires_grad)
+    return {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[kind]
 
 
 def tracker_of(config: TrainConfig) -> str | None:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from toolkit.errors import UserError
 from toolkit.specs import Plan
-from toolkit.training.accelerator import tracker_of
+from toolkit.training.accelerator import gradient_sums, tracker_of
 from toolkit.training.assets import FOLDER, write_assets
 from toolkit.training.config import TrainConfig
 from toolkit.training.lock import hold
@@ -108,6 +108,8 @@ class RunFolder:
     def __init__(self, config: TrainConfig, accelerator: Accelerator) -> None:
         self.config, self.accelerator = config, accelerator
         self.path = Path(config.output)
+        self.sums = ""
+        """The data type in which gradients of micro-batches are summed, once the engine is known."""
 
     def write(self, plan: Plan, model: Any, data: Data, tokenizer: Any, model_config: Any) -> None:
         """Create the folder with config.yaml, plan.json, run.json and the small files of the model, hold it, and start
@@ -117,6 +119,7 @@ class RunFolder:
             UserError: another run holds the folder.
         """
         hold(self.path, self.accelerator)
+        self.sums = gradient_sums(self.accelerator, model)
         if self.accelerator.is_main_process:
             self.path.mkdir(parents=True, exist_ok=True)
             write_text(self.path / "config.yaml", self.config.to_yaml())
@@ -184,7 +187,9 @@ class RunFolder:
                       f"{rows * config.seq_len:,} tokens at most"),
             ("engine", f"{plan.label} ({engine}) on {world} x {self.device}"),
             ("precision", f"{config.precision}, attention {config.attention}, loss {config.loss}, "
-                          f"checkpointing {config.checkpointing}"),
+                          f"checkpointing {config.checkpointing}"
+                          + (f", gradients of {config.accumulate} micro-batches summed in {self.sums}"
+                             if config.accumulate > 1 else "")),
             ("memory", f"{format_size(predicted['peak_allocated'])} predicted" if predicted else "no prediction"),
             ("folder", str(self.path)),
             ("start", f"resumes from {found}" if found else "from the model as given"),
