@@ -17,7 +17,8 @@ PRESENT = [name for name in COMMANDS if find_spec(f"toolkit.cli.{name}") is not 
 WORKLOAD = ("--method --lora-rank --lora-targets --seq-len --micro-batch --accumulate --precision --weights-dtype --optimizer "
             "--optimizer-impl --attention --loss --compile")  # fmt: skip
 CLUSTER = "--gpu --gpus --nodes --gpu-memory --host-memory --margin"
-PLAN = "--strategy --checkpointing --offload --offload-to --tp --cp --sp --bucket --persist --accelerate-config --ds-config"
+PLAN = ("--strategy --checkpointing --offload --offload-to --tp --cp --sp --bucket --persist --shard-size --accelerate-config "
+        "--ds-config")  # fmt: skip
 OPTIONS = {
     "recommend": f"{WORKLOAD} {CLUSTER} --prefer --engine --global-batch --tokens --allow-offload --write --all --json",
     "estimate": f"{WORKLOAD} {CLUSTER} {PLAN} --json",

@@ -35,7 +35,7 @@ def estimate(
     host_memory: o.HostMemory = None, margin: o.Margin = None,
     strategy: o.Strategy = "single", checkpointing: o.Checkpointing = "none", offload: o.Offload = "none",
     offload_to: o.OffloadTo = "cpu", tp: o.Tp = 1, cp: o.Cp = 1, sp: o.Sp = 1, bucket: o.Bucket = None,
-    persist: o.Persist = None,
+    persist: o.Persist = None, shard_size: o.ShardSize = None,
     accelerate_config: Annotated[Path | None, typer.Option("--accelerate-config", help="Read the plan from an Accelerate file "
                                                            "instead.", rich_help_panel=o.PLAN)] = None,
     ds_config: Annotated[Path | None, typer.Option("--ds-config", help="The DeepSpeed JSON that goes with it.",
@@ -75,7 +75,7 @@ def _as_the_files_say(values: dict[str, Any], workload: Workload, spec: ModelSpe
     from toolkit.strategies.zero.autos import hidden_size_of
 
     asked = Plan()
-    for name in ("strategy", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist"):
+    for name in ("strategy", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist", "shard_size"):
         if values[name] != getattr(asked, name):
             raise UserError(f"--{name.replace('_', '-')} and --accelerate-config exclude each other: the file names the plan")
     found = read(values["accelerate_config"], values["ds_config"], hidden_size=hidden_size_of(spec.config))

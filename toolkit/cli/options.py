@@ -60,10 +60,12 @@ Bucket = Annotated[int | None, _option("--bucket", help="DeepSpeed's reduce, all
                                        "DeepSpeed's own.", panel=PLAN)]
 Persist = Annotated[int | None, _option("--persist", help="Stage-3 persistence threshold, elements; default: DeepSpeed's own.",
                                         panel=PLAN)]
+ShardSize = Annotated[int | None, _option("--shard-size", help="GPUs that share one copy of the model under hsdp; default: the "
+                                          "GPUs of a node.", panel=PLAN)]
 
 _WORKLOAD = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "accumulate", "precision", "weights_dtype",
              "optimizer", "optimizer_impl", "attention", "loss", "compile", "task")
-_PLAN = ("strategy", "checkpointing", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist")
+_PLAN = ("strategy", "checkpointing", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist", "shard_size")
 
 
 def workload_from(values: dict[str, Any]) -> Workload:

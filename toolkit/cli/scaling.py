@@ -41,7 +41,7 @@ def scaling(
     host_memory: o.HostMemory = None,
     strategy: o.Strategy = "fsdp", checkpointing: o.Checkpointing = "none", offload: o.Offload = "none",
     offload_to: o.OffloadTo = "cpu", tp: o.Tp = 1, cp: o.Cp = 1, sp: o.Sp = 1, bucket: o.Bucket = None,
-    persist: o.Persist = None, json: o.Json = False,
+    persist: o.Persist = None, shard_size: o.ShardSize = None, json: o.Json = False,
 ) -> int:  # fmt: skip
     """Predict throughput and efficiency from one GPU to many, what bounds them, and where more GPUs stop paying."""
     values = dict(locals())

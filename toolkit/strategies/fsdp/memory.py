@@ -227,6 +227,7 @@ class FsdpEngine(Engine):
         tape.free(self.reducing)
         self.reducing = ""
         for unit in self.units:
+            tape.free(("scattered", unit.name))
             tape.free(("gather", unit.name))
             unit.gathered = False
 
@@ -265,7 +266,9 @@ class FsdpEngine(Engine):
         what = f"gradient shards of {unit.name}"
         kept = sum(self.shard_numel(p) * self.kept_size(p) for p in mine) if self.mixed else scattered
         held = tape.held(("shard-gradients", unit.name))
-        if not self.mixed or self.offload:
+        # Under hsdp a group keeps what was all-reduced between the copies until backward is done (`_all_reduce_state`).
+        copies = self.plan.strategy == "hsdp"
+        if not self.mixed or self.offload and not copies:
             tape.free(("scattered", unit.name))
         if self.offload:
             return
@@ -273,7 +276,8 @@ class FsdpEngine(Engine):
             tape.alloc(("shard-gradients", unit.name), kept, "gradients", what, REDUCE_STREAM)
         elif self.mixed:
             tape.transient(kept, "gradients", what)
-        tape.free(("scattered", unit.name))
+        if not copies:
+            tape.free(("scattered", unit.name))
 
     # -- optimizer ---------------------------------------------------------------------------------------------
 
