@@ -23,7 +23,7 @@ STEPS = 4
 DEFAULTS: dict[str, Any] = {
     "world": 2, "micro_batch": 2, "seq_len": 256, "accumulate": 1, "precision": "fp32", "checkpointing": "none",
     "attention": "eager", "optimizer": "adamw", "lora_rank": 0, "bucket": None, "persist": None, "tp": 1,
-    "shard_size": None,
+    "sp": 1, "shard_size": None,
 }  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def _accelerator(row: dict[str, Any]) -> Any:
     from accelerate import Accelerator
     from accelerate.state import DistributedType, PartialState
     from accelerate.utils import DeepSpeedPlugin, FullyShardedDataParallelPlugin, ParallelismConfig
+    from accelerate.utils.dataclasses import DeepSpeedSequenceParallelConfig
 
     strategy = row["strategy"]
     options: dict[str, Any] = {}
@@ -95,6 +96,12 @@ def _accelerator(row: dict[str, Any]) -> Any:
         if row["precision"] == "bf16":
             config["bf16"] = {"enabled": True}
         options["deepspeed_plugin"] = DeepSpeedPlugin(hf_ds_config=config)
+        if row["sp"] > 1:
+            import deepspeed
+
+            deepspeed.init_distributed(dist_backend="gloo")
+            handler = DeepSpeedSequenceParallelConfig(sp_seq_length_is_variable=True, sp_attn_implementation=row["attention"])
+            options["parallelism_config"] = ParallelismConfig(sp_size=row["sp"], sp_backend="deepspeed", sp_handler=handler)
     mixed = "no" if row["precision"] == "fp32" else row["precision"]
     accelerator = Accelerator(mixed_precision=mixed, gradient_accumulation_steps=row["accumulate"], **options)
     engine = "DEEPSPEED" if strategy.startswith("zero") else "FSDP"
@@ -150,7 +157,12 @@ def _rank(row: dict[str, Any], out: Path) -> None:
     optimizer = kind([p for p in model.parameters() if p.requires_grad], lr=1e-4)
     model, optimizer = accelerator.prepare(model, optimizer)
     vocab = min(1000, config.get_text_config().vocab_size)
-    ids = torch.randint(0, vocab, (row["micro_batch"], row["seq_len"]))
+    length = row["seq_len"] // row["sp"]
+    batch = {"input_ids": torch.randint(0, vocab, (row["micro_batch"], length))}
+    batch["labels"] = batch["input_ids"]
+    if row["sp"] > 1:
+        positions = torch.arange(length) + length * accelerator.process_index
+        batch["position_ids"] = positions.repeat(row["micro_batch"], 1)
     resident, peaks = [], []
     for _ in range(STEPS):
         gc.collect()
@@ -158,7 +170,7 @@ def _rank(row: dict[str, Any], out: Path) -> None:
         counter.reset()
         for _ in range(row["accumulate"]):
             with accelerator.accumulate(model):
-                outputs = model(input_ids=ids, labels=ids, use_cache=False)
+                outputs = model(**batch, use_cache=False)
                 loss = outputs.loss
                 del outputs
                 accelerator.backward(loss)

@@ -154,7 +154,7 @@ def _device(cluster: Cluster) -> str:
 def _numerics(workload: Workload, plan: Plan, cluster: Cluster) -> Numerics:
     """How the plan's engine computes, as one of the ranks that share the layers or the sequence."""
     own = engine_class(plan).numerics(workload, plan, _device(cluster))
-    return replace(own, tp=plan.tp)
+    return replace(own, tp=plan.tp, cp=plan.cp, sp=plan.sp)
 
 
 def _key(workload: Workload, numerics: Any) -> Any:

@@ -16,6 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from toolkit.timeline.sequence_parallel import ring_attention, ulysses
+
 if TYPE_CHECKING:
     from toolkit.specs import Variant, Workload
     from toolkit.timeline.tracing import Numerics
@@ -167,12 +169,12 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn
 
 
 @contextmanager
-def functions(workload: Workload, numerics: Numerics) -> Iterator[None]:
+def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Iterator[None]:
     """Context in which torch functions behave as on the device, and nothing depends on data."""
     patches: list[tuple[str, str, Any]] = [
         ("transformers.integrations.moe", "_can_use_grouped_mm", lambda *a, **k: False),
     ]
-    if not workload.packed or workload.attention == "flash":
+    if not workload.packed or workload.attention == "flash" or numerics.cp * numerics.sp > 1:
         # Positions of a row count up: it is one sequence and needs no mask (flash kernels take the ends of sequences instead).
         # Fake positions can't be looked at, and transformers would make a mask to be safe: another kernel, repeated keys.
         patches.append(("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None))
@@ -185,9 +187,13 @@ def functions(workload: Workload, numerics: Numerics) -> Iterator[None]:
         patches += [("torch.nn.functional", "scaled_dot_product_attention", _attention),
                     ("torch.nn.functional", "dropout", _dropout)]
         patches += [("torch.nn.functional", name, _in_fp32(getattr(F, name))) for name in _FP32_ON_CUDA]
+    if numerics.cp > 1:
+        patches.append(("torch.nn.functional", "scaled_dot_product_attention", ring_attention(mesh["cp"])))
     with ExitStack() as stack:
         for module, name, value in patches:
             stack.enter_context(_patched(module, name, value))
+        if numerics.sp > 1:
+            stack.enter_context(ulysses("sdpa", numerics.sp))
         yield
 
 

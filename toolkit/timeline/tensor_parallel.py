@@ -24,13 +24,14 @@ _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_p
 
 
 @contextmanager
-def ranks(degree: int) -> Iterator[DeviceMesh | None]:
-    """A mesh of `degree` ranks, of which this process is the first; None for one rank.
+def ranks(tp: int, cp: int = 1) -> Iterator[DeviceMesh | None]:
+    """A mesh of `cp` x `tp` ranks; None for one rank. This process has the last part of the sequence, whose queries see all of
+    it, and the first part of each layer.
 
     Raises:
         UserError: this process belongs to a distributed run, which has ranks of its own.
     """
-    if degree == 1:
+    if tp * cp == 1:
         yield None
         return
     import torch.distributed as dist
@@ -39,11 +40,11 @@ def ranks(degree: int) -> Iterator[DeviceMesh | None]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise UserError(f"tp {degree} can't be estimated inside a distributed run; use toolkit estimate")
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=degree)
+        raise UserError(f"tp {tp} and cp {cp} can't be estimated inside a distributed run; use toolkit estimate")
+    dist.init_process_group("fake", store=FakeStore(), rank=(cp - 1) * tp, world_size=cp * tp)
     try:
         with _unseen(ShardingPropagator, "_propagate_tensor_meta_non_cached"):
-            yield init_device_mesh("cpu", (degree,), mesh_dim_names=("tp",))
+            yield init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
     finally:
         dist.destroy_process_group()
 

@@ -30,9 +30,14 @@ class Numerics:
     tp: int = 1
     """Ranks that share each layer's products; the trace is the first one's."""
 
+    cp: int = 1
+    """Ranks that share the sequence by ring attention; the trace is the last one's."""
+    sp: int = 1
+    """Ranks that share the sequence, and in attention the heads (Ulysses)."""
+
     def whole(self) -> Numerics:
         """The same without ranks that share the work: what the job computes in all."""
-        return replace(self, tp=1)
+        return replace(self, tp=1, cp=1, sp=1)
 
 
 def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> ModelTrace:
@@ -44,13 +49,14 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
-    from toolkit.timeline import adapters, semantics, tensor_parallel
+    from toolkit.timeline import adapters, semantics, sequence_parallel, tensor_parallel
 
     built = build(spec, workload, semantics.attention_name(workload.attention, numerics.device))
+    sequence_parallel.check(spec.name, built.config, numerics.cp, numerics.sp)
     with ExitStack() as stack:
-        mesh = stack.enter_context(tensor_parallel.ranks(numerics.tp))
-        if mesh is not None:
-            tensor_parallel.split(spec.name, built, mesh)
+        mesh = stack.enter_context(tensor_parallel.ranks(numerics.tp, numerics.cp))
+        if numerics.tp > 1 and mesh is not None:
+            tensor_parallel.split(spec.name, built, mesh["tp"])
         adapters.freeze_and_adapt(built.model, workload)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         materialise(built.model)
@@ -58,7 +64,7 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
         _cast(built.model, numerics)
         semantics.prepare(built.model, workload, numerics)
         try:
-            recorder = _record(built, workload, numerics)
+            recorder = _record(built, workload, numerics, mesh)
         except (NotImplementedError, RuntimeError, TypeError) as error:
             if isinstance(error, torch.cuda.OutOfMemoryError):
                 raise
@@ -89,22 +95,22 @@ def _cast(model: Any, numerics: Numerics) -> None:
                     module._buffers[name] = torch.empty_like(buffer, dtype=dtype)
 
 
-def _batch(built: BuiltModel, workload: Workload) -> dict[str, Any]:
-    """Inputs of one micro-batch: ids of shape (micro_batch, seq_len), int64; the labels are the ids."""
+def _batch(built: BuiltModel, workload: Workload, length: int) -> dict[str, Any]:
+    """Inputs of one micro-batch: ids of shape (micro_batch, length), int64; the labels are the ids."""
     import torch
 
-    ids = torch.zeros((workload.micro_batch, workload.seq_len), dtype=torch.long)
+    ids = torch.zeros((workload.micro_batch, length), dtype=torch.long)
     if built.kind == "sequence-classification":
         return {"input_ids": ids, "labels": torch.zeros((workload.micro_batch,), dtype=torch.long)}
     batch = {"input_ids": ids, "labels": ids}
     if built.kind != "token-classification" and built.kind != "seq2seq-lm":
         batch["use_cache"] = False
-    if workload.packed and "position_ids" in inspect.signature(built.model.forward).parameters:
+    if (workload.packed or length < workload.seq_len) and "position_ids" in inspect.signature(built.model.forward).parameters:
         batch["position_ids"] = torch.zeros_like(ids)
     return batch
 
 
-def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
+def _record(built: BuiltModel, workload: Workload, numerics: Numerics, mesh: Any) -> Any:
     import torch
 
     from toolkit.timeline import semantics
@@ -112,7 +118,7 @@ def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
 
     model = built.model
     model.train()
-    batch = _batch(built, workload)
+    batch = _batch(built, workload, workload.seq_len // (numerics.cp * numerics.sp))
     known: dict[int, int] = {}
     held = [*model.parameters(), *model.buffers(), *(v for v in batch.values() if isinstance(v, torch.Tensor))]
     for tensor in held:
@@ -125,7 +131,7 @@ def _record(built: BuiltModel, workload: Workload, numerics: Numerics) -> Any:
     names = {id(p): name for name, p in model.named_parameters()}
     recorder.attach(model, names)
     try:
-        with semantics.functions(workload, numerics), recorder:
+        with semantics.functions(workload, numerics, mesh), recorder:
             named: list[Any] = []
             loss = semantics.forward(model, batch, workload, numerics, named)
             if workload.variant.graph_stays:
