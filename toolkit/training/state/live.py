@@ -184,9 +184,8 @@ def load_state(live: Live, reader: Reader, step: int, skipped: int) -> None:
         live.create(set(reader.states_of))
     for fragment in live.fragments():
         if fragment.kind in ("weights", "buffers") or fragment.name in reader.states_of:
-            numel = fragment.tensor.numel()
-            if numel:
-                fragment.tensor.copy_(reader.read(fragment.kind, fragment.name, fragment.start, numel))
+            if fragment.tensor.numel():
+                reader.read_into(fragment.tensor, fragment.kind, fragment.name, fragment.start)
         else:
             fragment.tensor.zero_()
     for scalar in live.scalars():

@@ -19,8 +19,9 @@ from toolkit.errors import ToolkitError, UserError
 
 FILE_BYTES = 4 << 30
 """A rank begins another file when one has become this large: files are verified and moved one by one."""
-_CHUNK = 64 << 20
 _STRETCH = 16 << 20
+_CACHED = 1 << 20
+"""What is read is hashed while a processor's cache still has it."""
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
@@ -140,10 +141,10 @@ def checksum(path: Path) -> str:
     """The XXH3 (128 bits) of a file's bytes, in hexadecimal. Raises OSError."""
     from xxhash import xxh3_128
 
-    digest = xxh3_128()
-    with path.open("rb") as file:
-        while chunk := file.read(_CHUNK):
-            digest.update(chunk)
+    digest, buffer = xxh3_128(), memoryview(bytearray(_CACHED))
+    with path.open("rb", buffering=0) as file:
+        while got := file.readinto(buffer):
+            digest.update(buffer[:got])
     return digest.hexdigest()
 
 
@@ -178,9 +179,9 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor | Lazy]]
     digest, size = xxh3_128(), 0
     with path.open("wb") as file:
         for data in chain((memoryview(len(text).to_bytes(8, "little")), memoryview(text)), _contents(tensors)):
-            for at in range(0, len(data), _CHUNK):
-                digest.update(data[at : at + _CHUNK])
-                file.write(data[at : at + _CHUNK])
+            for at in range(0, len(data), _CACHED):
+                digest.update(data[at : at + _CACHED])
+                file.write(data[at : at + _CACHED])
             size += len(data)
         file.flush()
         os.fsync(file.fileno())
@@ -297,30 +298,43 @@ class Reader:
         Raises:
             UserError: it is not there, or only in part.
         """
+        entry = self._entry(kind, name)
+        found = torch.empty(numel, dtype=_BY_NAME[entry.dtype])
+        self._fill(found, entry, start)
+        return found
+
+    def read_into(self, tensor: torch.Tensor, kind: str, name: str, start: int) -> None:
+        """The same into a tensor of one dimension, on any device and of any dtype; without a copy where it can be."""
+        entry = self._entry(kind, name)
+        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == _BY_NAME[entry.dtype]:
+            self._fill(tensor, entry, start)
+        else:
+            tensor.copy_(self.read(kind, name, start, tensor.numel()))
+
+    def _entry(self, kind: str, name: str) -> Entry:
         entry = self.entries.get((kind, name))
         if entry is None:
             raise UserError(f"{self.folder} has no {kind} of {name}")
-        found, size, end = torch.empty(numel, dtype=_BY_NAME[entry.dtype]), _SIZES[entry.dtype], start + numel
-        data, reached = _bytes(found), start
+        return entry
+
+    def _fill(self, tensor: torch.Tensor, entry: Entry, start: int) -> None:
+        size, end, reached, data = _SIZES[entry.dtype], start + tensor.numel(), start, _bytes(tensor)
         for piece in sorted(entry.pieces, key=lambda piece: piece.start):
             if piece.start <= reached < piece.start + piece.numel and reached < end:
                 stop = min(end, piece.start + piece.numel)
-                self._fill(data[(reached - start) * size : (stop - start) * size], piece, (reached - piece.start) * size)
+                file = self._open.get(piece.file)
+                if file is None:
+                    file = self._open[piece.file] = (self.folder / piece.file).open("rb", buffering=0)
+                offset = piece.offset + (reached - piece.start) * size
+                _read_into(data[(reached - start) * size : (stop - start) * size], file, offset)
                 reached = stop
         if reached < end:
-            raise UserError(f"{self.folder}: no file holds elements {reached} to {end} of {kind} of {name}")
-        return found
+            raise UserError(f"{self.folder}: no file holds elements {reached} to {end} of {entry.kind} of {entry.name}")
 
     def lazy(self, kind: str, name: str) -> Lazy:
         """A whole tensor, to be read later."""
         entry = self.entries[kind, name]
         return Lazy(_BY_NAME[entry.dtype], entry.shape, lambda start, numel: self.read(kind, name, start, numel))
-
-    def _fill(self, data: memoryview, piece: Piece, skip: int) -> None:
-        file = self._open.get(piece.file)
-        if file is None:
-            file = self._open[piece.file] = (self.folder / piece.file).open("rb", buffering=0)
-        _read_into(data, file, piece.offset + skip)
 
     def close(self) -> None:
         """Let go of the files."""
