@@ -16,6 +16,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.profiling.counter import build_shim, has_gpu
 from toolkit.profiling.killed import Watch, exit_signal
+from toolkit.profiling.trend import rise_per_step
 
 HOOK = Path(__file__).with_name("hook")
 STEADY_FROM = 3
@@ -55,9 +56,7 @@ class Rank:
     @property
     def rise(self) -> int:
         """Bytes per step by which what is held rises, when it has risen at every one of the last steady steps; else 0."""
-        live = [step["live"] for step in self.steps[STEADY_FROM - 1 :]]
-        rising = len(live) >= RISING_STEPS and all(b > a for a, b in zip(live, live[1:], strict=False))
-        return (live[-1] - live[0]) // (len(live) - 1) if rising else 0
+        return rise_per_step([step["live"] for step in self.steps[STEADY_FROM - 1 :]], RISING_STEPS)
 
     def to_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -137,6 +137,20 @@ def left_no_note(pid: int) -> bool:
     return folder is not None and folder.is_dir() and not (folder / f"ended-{pid}").exists()
 
 
+def first_of_node(what: str) -> bool:
+    """Whether this process is the first on its node to ask this of its launch: one line is enough for what befalls all ranks."""
+    folder = _attempt_folder()
+    if folder is None:
+        return True
+    try:
+        (folder / what).touch(exist_ok=False)
+    except FileExistsError:
+        return False
+    except OSError:
+        return True
+    return True
+
+
 def _claim_report() -> None:
     """Keep the other ranks, which miss this one, from reporting it as well (`toolkit.training.start`)."""
     folder = _attempt_folder()

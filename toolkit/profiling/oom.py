@@ -13,12 +13,11 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.profiling.counter import device_counter
 from toolkit.profiling.record import plain_path
+from toolkit.profiling.trend import gap_line
 from toolkit.units import format_size, parse_size
 
 _MESSAGES = ("out of memory", "can't allocate memory", "cannot allocate memory", "unable to allocate")
 _CHAIN = 6
-SHARE = 0.25
-"""A gap between reserved and allocated above this share of reserved is fragmentation worth a word."""
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
@@ -86,8 +85,9 @@ class PostMortem:
         out += [f"  {'alive' if not i else '':<13} {name}: {format_size(size)}" for i, (name, size) in enumerate(self.groups)]
         if self.host:
             out.append(f"  {'host memory':<13} {format_size(self.host['available'])} of {format_size(self.host['total'])} free")
-        if self.reserved and self.fragmentation and self.fragmentation > SHARE * self.reserved:
-            out.append("  hint          much is reserved and unused: PYTORCH_ALLOC_CONF=expandable_segments:True helps")
+        gap = gap_line("it", self.reserved, self.allocated) if self.reserved else None
+        if gap:
+            out.append(f"  hint          {gap}")
         return out
 
 

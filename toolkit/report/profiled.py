@@ -8,13 +8,12 @@ from rich.text import Text
 
 from toolkit.profiling.command import Profiled, Rank
 from toolkit.profiling.oom import host_memory
+from toolkit.profiling.trend import gap_line, rise_line
 from toolkit.report.terminal import console
 from toolkit.units import format_size
 
 COUNTERS = {"cuda": "the CUDA allocator's count", "allocations": "every CPU tensor counted",
             "rss": "the resident set of the process, libraries included"}
-GAP = 0.25
-"""Reserved less allocated above this share of reserved: the allocator's pieces do not fit together."""
 
 
 def show_profile(found: Profiled) -> None:
@@ -45,10 +44,9 @@ def warnings_of(rank: Rank) -> list[str]:
     out = []
     if rank.rise:
         left = next((s["capacity"] for s in rank.steps if "capacity" in s), host_memory().get("available", 0) + rank.peak)
-        steps = f"; at this pace it lasts for {max(0, left - rank.peak) // rank.rise:,} more steps" if left else ""
-        out.append(f"Rank {rank.rank} holds {format_size(rank.rise)} more after every step{steps}.")
+        out.append(rise_line(f"Rank {rank.rank}", rank.rise, left - rank.peak if left else 0) + ".")
     last = rank.steps[-1]
-    if last.get("reserved") and last["reserved"] - last["peak"] > GAP * last["reserved"]:
-        out.append(f"Rank {rank.rank} reserves {format_size(last['reserved'])} for {format_size(last['peak'])} of tensors: "
-                   "PYTORCH_ALLOC_CONF=expandable_segments:True may help.")
+    gap = gap_line(f"Rank {rank.rank}", last["reserved"], last["peak"]) if last.get("reserved") else None
+    if gap:
+        out.append(gap + ".")
     return out

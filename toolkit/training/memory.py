@@ -3,20 +3,31 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections import deque
 from typing import TYPE_CHECKING, Any
 
 from toolkit.profiling.compare import as_lines, peak_place, terms
 from toolkit.profiling.counter import Counter, device_counter
 from toolkit.profiling.holdings import resident_by_category
+from toolkit.profiling.killed import first_of_node
+from toolkit.profiling.oom import host_memory
 from toolkit.profiling.record import StepRecord
+from toolkit.profiling.trend import gap_line, rise_line, rise_per_step
+from toolkit.training.heartbeat import write_line
 from toolkit.training.metrics import Log
 from toolkit.training.run_folder import RunFolder
+from toolkit.training.start import rank, world_size
 from toolkit.training.step import highest
 from toolkit.units import format_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+RISING_STEPS = 10
+"""So many steps in a row, each of which leaves more behind than the one before, are called a leak."""
+WORTH_A_WORD = 100_000
+"""A leak that lasts for more steps than this is let be."""
 STEADY_FROM = 3
 """Steps before this one still allocate what stays (optimizer state, prefetch plans)."""
 
@@ -46,6 +57,9 @@ class MemoryWatch:
         """Of the step that was recorded: see `toolkit.profiling.breakdown.Breakdown`."""
         self._record: StepRecord | None = None
         self._recording = False
+        self._held: deque[int] = deque(maxlen=RISING_STEPS)
+        """Between the last steps."""
+        self._warned: set[str] = set()
 
     def follow(self, model: Any, optimizer: Any) -> None:
         """Tell the phases of a step apart from now on, with four hooks a micro-batch for all modules together, and record
@@ -79,11 +93,34 @@ class MemoryWatch:
         if not self.peaks:
             self.load_peak = self.counter.peak() - self.start
         self.resident = self.counter.live() - self.start
+        if len(self.peaks) >= STEADY_FROM:
+            self._held.append(self.resident)
+            self._look_for_trends()
         self.phase, self.highest = "between", 0
         self.counter.reset()
         self._recording = self._record is not None and len(self.peaks) == STEADY_FROM - 1
         if self._recording and self._record is not None:
             self._record.begin()
+
+    def _look_for_trends(self) -> None:
+        """Say once what will end the run long after this: memory that rises at every step, and an allocator full of holes."""
+        who = f"[rank {rank()} of {world_size()}] this process" if world_size() > 1 else "this run"
+        rise = rise_per_step(self._held, RISING_STEPS)
+        left = room(self.device) if rise else 0
+        if rise and left // rise < WORTH_A_WORD:
+            self._warn("rise", f"{rise_line(who, rise, left)}; something of every step is kept: a loss with its graph, outputs")
+        if self.device == "cuda":
+            import torch
+
+            gap = gap_line(who, torch.cuda.memory_reserved(), self.peaks[-1] + self.start)
+            if gap:
+                self._warn("gap", gap)
+
+    def _warn(self, kind: str, line: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            if first_of_node(f"memory-{kind}"):
+                write_line(f"warning: {line}")
 
     def end_step(self) -> int:
         """The peak of the step in bytes."""
@@ -122,6 +159,15 @@ class MemoryWatch:
             return {}
         keys = ("counted", "peak", "breakdown")
         return {"worst": {"rank": worst, **found[worst]}, "ranks": [{key: detail[key] for key in keys} for detail in found]}
+
+
+def room(device: str) -> int:
+    """Bytes that this process can still allocate: of its GPU, or its share of the host; 0 where it is not known."""
+    if device == "cuda":
+        import torch
+
+        return int(torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
+    return host_memory().get("available", 0) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def report_memory(memory: MemoryWatch, predicted: dict[str, Any] | None, folder: RunFolder, log: Log, model: Any,
