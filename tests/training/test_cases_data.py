@@ -13,8 +13,9 @@ import pytest
 
 from toolkit.training.config import TrainConfig
 from toolkit.training.data import pack, tokenize
+from toolkit.training.data.encode import Reading
 from toolkit.training.data.loader import Loader
-from toolkit.training.data.tokenize import Reading, TokenStore
+from toolkit.training.data.tokenize import TokenStore
 
 ROOT = Path(__file__).parents[2]
 COLLECTIVES = {"save", "load", "find", "evaluate", "across_ranks", "count_batch", "gradient_norm", "export_model", "prepare",
@@ -92,3 +93,23 @@ def test_hang_no_collective_of_the_recipe_stands_under_a_question_of_rank() -> N
             called = {call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
                       for part in node.body for call in ast.walk(part) if isinstance(call, ast.Call)}
             assert not called & COLLECTIVES, ast.unparse(node)
+
+
+def test_data_a_text_that_begins_or_ends_itself_has_one_begin_and_one_end(tmp_path: Path, tokenizer: Any) -> None:
+    """Templates' output given as text, with a tokenizer that adds both tokens: doubled begins and ends in public reports."""
+    from copy import deepcopy
+
+    from tokenizers.processors import TemplateProcessing
+
+    both = deepcopy(tokenizer)
+    both.add_special_tokens({"bos_token": "<|begin|>"})
+    begin, end = both.bos_token_id, both.eos_token_id
+    both.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|begin|> $A <|end|>", special_tokens=[("<|begin|>", begin), ("<|end|>", end)])
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"text": "<|begin|>one"}\n{"text": "one"}\n{"text": "one<|end|>"}\n', encoding="utf-8")
+    store = tokenize.get((str(file),), both, Reading())
+    rows = [list(map(int, store.tokens[a:b])) for a, b in zip(store.offsets, store.offsets[1:], strict=False)]
+    assert rows[0] == rows[1] == rows[2]
+    assert rows[0][0] == begin != rows[0][1] and rows[0][-1] == end != rows[0][-2]
+    assert list(store.targets[store.offsets[1] - 1 : store.offsets[1]]) == [True]  # The end is learned.

@@ -71,3 +71,16 @@ def test_peft_only_adapters_have_gradients_and_states(built: Callable[..., Any],
     optimizer = build_optimizer(make_config(method="lora"), model)
     held = sum(parameter.numel() for group in optimizer.param_groups for parameter in group["params"])
     assert held == count_parameters(model)[1] < count_parameters(model)[0] / 4
+
+
+def test_peft_new_tokens_that_an_adapter_does_not_train_are_spoken_of(
+    make_config: Make, tiny_model: Path, tokenizer: Any, accelerator: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    from copy import deepcopy
+
+    larger = deepcopy(tokenizer)
+    source, config = Source(str(tiny_model), random=False), make_config(model=str(tiny_model), seq_len=64, method="lora")
+    own = load_config(config, source)
+    larger.add_tokens([f"<new{number}>" for number in range(own.vocab_size)])
+    assert build_model(config, source, own, larger, accelerator).get_input_embeddings().num_embeddings == len(larger)
+    assert f"{len(larger) - own.vocab_size} tokens more than the model; their embeddings are new" in capfd.readouterr().err

@@ -93,3 +93,19 @@ def test_shipped_configs_are_complete_and_name_no_strategy(file: Path) -> None:
     assert config.output.startswith("runs/")
     words: Any = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert not {"strategy", "distributed_type", "offload", "fsdp_config", "deepspeed_config"} & set(words)
+
+
+@pytest.mark.parametrize("name", ["wandb", "mlflow", "trackio"])
+def test_a_tracker_that_is_not_installed_is_refused_and_tensorboard_left_out(
+    make_config: Callable[..., TrainConfig], name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from importlib import util
+
+    from toolkit.training.accelerator import tracker_of
+
+    monkeypatch.setattr(util, "find_spec", lambda wanted: None)
+    with pytest.raises(UserError, match=f"tracker={name} is not installed: pip install {name}"):
+        tracker_of(make_config(tracker=name))
+    assert tracker_of(make_config(tracker="tensorboard")) is None and tracker_of(make_config(tracker="none")) is None
+    monkeypatch.setattr(util, "find_spec", lambda wanted: object())
+    assert tracker_of(make_config(tracker=name)) == name

@@ -33,6 +33,7 @@ def test_every_step_is_written_and_only_some_are_said(
     assert [record["step"] for record in records(tmp_path / "m.jsonl")] == [1, 2, 3, 4]
     said = capsys.readouterr().out
     assert "step 3/4" in said and "step 4/4" in said and "step 2/4" not in said and "trained in" in said
+    assert "4 KiB  2 s left" in said.splitlines()[0] and "left" not in said.splitlines()[1]
 
 
 def test_a_resumed_run_drops_what_it_writes_again(accelerator: Any, tmp_path: Path) -> None:

@@ -166,12 +166,19 @@ def gradient_sums(accelerator: Accelerator, model: torch.nn.Module) -> str:
 
 
 def tracker_of(config: TrainConfig) -> str | None:
-    """The tracker's name if it is asked for and installed, else None."""
+    """The tracker's name, or None when there is none: TensorBoard, the default, is done without where it is not installed.
+
+    Raises:
+        UserError: another one was asked for and is not installed; a run of weeks is not to find that out at its end.
+    """
     from importlib.util import find_spec
 
-    if config.tracker == "none":
+    if config.tracker == "none" or (config.tracker == "tensorboard" and find_spec("tensorboard") is None):
         return None
-    return config.tracker if find_spec(config.tracker) is not None else None
+    if find_spec(config.tracker) is None:
+        raise UserError(f"tracker={config.tracker} is not installed: pip install {config.tracker}, or use tracker=tensorboard or "
+                        "none (metrics.jsonl has every step in any case)")
+    return config.tracker
 
 
 def engage_on_cpu(engine: Engine, timeout: timedelta) -> None:

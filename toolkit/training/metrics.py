@@ -134,7 +134,9 @@ class Metrics:
         if self.log.bar is not None:
             self.log.bar.update(self.task, completed=record["step"], description=text)
         elif record["step"] % self.log_every == 0 or record["step"] == self.total:
-            self.log.say(f"step {record['step']}/{self.total}  {text}")
+            left = statistics.median(self.heartbeat.seconds) * (self.total - record["step"])
+            ahead = f"  {format_duration(left)} left" if left else ""
+            self.log.say(f"step {record['step']}/{self.total}  {text}{ahead}")
 
     def evaluation(self, step: int, loss: float, tokens: int) -> None:
         """One evaluation."""

@@ -16,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.training.accelerator import without_sharded_init
 from toolkit.training.config import TrainConfig
 from toolkit.training.gguf import as_directory
+from toolkit.training.heartbeat import write_line
 from toolkit.training.loss import attach_loss
 
 if TYPE_CHECKING:
@@ -165,6 +166,10 @@ def build_model(config: TrainConfig, source: Source, model_config: Any, tokenize
             source.path, config=model_config, revision=_revision(config, source), **options))
     vocabulary = len(tokenizer)
     if vocabulary > model.get_input_embeddings().num_embeddings:
+        if config.method != "full" and accelerator.is_main_process:
+            added = vocabulary - model.get_input_embeddings().num_embeddings
+            write_line(f"warning: the tokenizer has {added} tokens more than the model; their embeddings are new, and "
+                       f"method={config.method} does not train them")
         model.resize_token_embeddings(vocabulary)
     model.config.use_cache = False
     _set_checkpointing(model, config.checkpointing)

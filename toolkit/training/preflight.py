@@ -129,7 +129,13 @@ class Preflight:
         if found is None:
             return None
         timeline = estimator.timeline(self.workload, plan, self.cluster)
-        return {**found.to_json()["memory"], "timeline": timeline}
+        return {**found.to_json()["memory"], "timeline": timeline, "step_seconds": self.step_seconds}
+
+    @property
+    def step_seconds(self) -> float | None:
+        """What the estimate says of a step's time; None on a CPU and on ranks without an estimate."""
+        time = self.made.time if self.made is not None else None
+        return time.step_seconds if time is not None and time.mfu is not None else None
 
     def mfu(self, tokens_per_second: float) -> float | None:
         """Model FLOPs utilisation of the run at this speed, 0 to 1; None on a CPU and on ranks without an estimate.

@@ -20,7 +20,7 @@ from toolkit.training.accelerator import gradient_sums, tracker_of
 from toolkit.training.assets import FOLDER, write_assets
 from toolkit.training.config import TrainConfig
 from toolkit.training.lock import hold
-from toolkit.units import format_count, format_size
+from toolkit.units import format_count, format_duration, format_size
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -182,7 +182,8 @@ class RunFolder:
             ("evaluation", f"{facts['eval_samples']:,} samples every {config.eval_every} steps"
                            if data.evaluation else "none"),
             ("steps", f"{total_steps:,}{self._epochs(data, total_steps)}, "
-                      f"{config.schedule} from {config.learning_rate:g} after {config.warmup_steps} of warm-up"),
+                      f"{config.schedule} from {config.learning_rate:g} after {config.warmup_steps} of warm-up"
+                      + (", which this run does not get through" if config.warmup_steps >= total_steps else "")),
             ("batch", f"{rows} rows = {config.micro_batch} x {config.accumulate} accumulated x {world} processes, "
                       f"{rows * config.seq_len:,} tokens at most"),
             ("engine", f"{plan.label} ({engine}) on {world} x {self.device}"),
@@ -190,7 +191,7 @@ class RunFolder:
                           f"checkpointing {config.checkpointing}"
                           + (f", gradients of {config.accumulate} micro-batches summed in {self.sums}"
                              if config.accumulate > 1 else "")),
-            ("memory", f"{format_size(predicted['peak_allocated'])} predicted" if predicted else "no prediction"),
+            ("memory", self._prediction(predicted, total_steps)),
             ("folder", str(self.path)),
             ("start", f"resumes from {found}" if found else "from the model as given"),
         ]
@@ -198,6 +199,15 @@ class RunFolder:
     @staticmethod
     def _epochs(data: Data, steps: int) -> str:
         return "" if "streamed" in data.facts else f" ({steps / data.train.steps_per_epoch:.2f} epochs)"
+
+    @staticmethod
+    def _prediction(predicted: dict[str, Any] | None, steps: int) -> str:
+        if predicted is None:
+            return "no prediction"
+        step = predicted["step_seconds"]
+        time = (f"time {format_duration(step)} a step, {format_duration(step * steps)} in all" if step
+                else "the time on a CPU is not")
+        return f"{format_size(predicted['peak_allocated'])} predicted; {time}"
 
     @staticmethod
     def _asides(facts: dict[str, Any]) -> str:

@@ -150,11 +150,20 @@ class Encoder:
             for where, own in zip(places, ids, strict=True):
                 self._fit(where, np.asarray(own, dtype=np.int32), np.ones(len(own), dtype=np.bool_))
             return
-        for where, sample, encoding in zip(places, samples, self._fast(texts, special=not samples[0].special), strict=True):
-            found = np.asarray(encoding.ids, dtype=np.int32)
+        special = not samples[0].special
+        for where, sample, encoding in zip(places, samples, self._fast(texts, special=special), strict=True):
+            ids = np.asarray(encoding.ids, dtype=np.int32)
             answers = sample.answers[-1:] if self.reading.train_on == "last-answer" else sample.answers
-            flags = np.ones(len(found), dtype=np.bool_) if everything else _inside(encoding.offsets, answers)
-            self._fit(where, found, flags)
+            flags = np.ones(len(ids), dtype=np.bool_) if everything else _inside(encoding.offsets, answers)
+            self._fit(where, *(self._once(ids, flags) if special else (ids, flags)))
+
+    def _once(self, ids: Ids, flags: Flags) -> tuple[Ids, Flags]:
+        """Without the begin and end tokens that the tokenizer has added to a text that had them already."""
+        if len(ids) > 1 and ids[0] == ids[1] == self.tokenizer.bos_token_id:
+            ids, flags = ids[1:], flags[1:]
+        if len(ids) > 1 and ids[-1] == ids[-2] == self.tokenizer.eos_token_id:
+            ids, flags = ids[:-1], flags[:-1]
+        return ids, flags
 
     def _fast(self, texts: list[str], *, special: bool) -> list[Any]:
         """The encodings. The tokenizer's own call would turn every one of them into lists first."""

@@ -55,6 +55,7 @@ def is_hub_id(source: str) -> bool:
     return (
         found is not None
         and not _exists(source)
+        and not _exists(found["name"])  # folder:split
         and not source.startswith((".", "~"))
         and suffix_of(Path(found["name"])) not in READABLE
     )
