@@ -9,6 +9,7 @@ synced, renamed or removed; a step begun), or `seconds` after the first step beg
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import faulthandler
 import gc
@@ -168,7 +169,8 @@ def _rank(run: dict[str, Any], environment: dict[str, str], rank: int, port: int
 
 
 def arm(fault: dict[str, Any]) -> None:
-    """Have `fault` happen in this process: {"point" or "seconds", and "signal" or "errno"}, `only` for points of that name."""
+    """Have `fault` happen in this process: {"point" or "seconds", and "signal", "errno" or "fill" (a file that takes the room
+    of its whole disk)}, `only` for points of that name."""
     from toolkit.training import step
     from toolkit.training.state import store
 
@@ -177,6 +179,11 @@ def arm(fault: dict[str, Any]) -> None:
     def happen() -> None:
         if "errno" in fault:
             raise OSError(fault["errno"], os.strerror(fault["errno"]))
+        if "fill" in fault:
+            with contextlib.suppress(OSError), Path(fault["fill"]).open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(4096))
+            return
         os.kill(os.getpid(), getattr(signal, fault["signal"]))
 
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:

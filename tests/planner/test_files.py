@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -141,3 +142,6 @@ def test_several_nodes_get_a_slurm_job_that_starts_one_launcher_a_node(ask: Ask,
     text = job.read_text(encoding="utf-8")
     assert "#SBATCH --nodes=2\n" in text and "#SBATCH --gpus-per-node=2\n" in text
     assert "--ntasks-per-node=1" in text and "MACHINE_RANK" in text and "MAIN_PROCESS_IP" in text
+    ahead = int(re.search(r"#SBATCH --signal=TERM@(\d+)\n", text)[1])
+    wait = int(re.search(r"TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-(\d+)}", text)[1])
+    assert 30 < wait < ahead

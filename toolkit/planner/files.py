@@ -103,8 +103,12 @@ def _sbatch(folder: Path, nodes: int, gpus: int) -> str:
 #SBATCH --nodes={nodes}
 #SBATCH --ntasks-per-node=1
 #SBATCH --gpus-per-node={gpus}
+#SBATCH --signal=TERM@300
+# Five minutes before the time is over every rank gets SIGTERM: it finishes its step, saves and ends. Submit again to go on.
+# TORCH_ELASTIC_SHUTDOWN_TIMEOUT: the seconds that the launchers leave the ranks to do so.
 # Time, partition and account are yours to add: sbatch --time=... {shlex.quote(str(folder / "launch.sbatch"))}
 set -eu
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT="${{TORCH_ELASTIC_SHUTDOWN_TIMEOUT:-240}}"
 export MAIN_PROCESS_IP="$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)"
 srun --kill-on-bad-exit=1 bash -c 'MACHINE_RANK="$SLURM_NODEID" exec sh "$0"' {shlex.quote(str(folder / "launch.sh"))}
 """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
@@ -104,6 +105,7 @@ class Metrics:
         rollcall.at_step(first - 1)
         self.spikes = (Spikes("loss"), Spikes("grad_norm"))
         self.skipped = self.skipped_in_a_row = 0
+        self.unwritten = False
         if not log.main:
             return
         _keep_before(file, first)
@@ -159,7 +161,12 @@ class Metrics:
     def _write(self, record: dict[str, Any]) -> None:
         clean = {key: plain(value) for key, value in record.items()}
         if self.file is not None:
-            self.file.write(json.dumps(clean) + "\n")
+            try:
+                self.file.write(json.dumps(clean) + "\n")
+            except OSError as error:  # A full disk. What is not written yet stays in the file's buffer, and is tried again.
+                if not self.unwritten:
+                    self.log.say(f"warning: {self.file.name} cannot be written ({error.strerror or error})")
+                self.unwritten = True
         if self.accelerator.trackers:
             numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, (int, float))}
             self.accelerator.log(numbers, step=record["step"])
@@ -175,7 +182,8 @@ class Metrics:
             self.log.bar.stop()
             self.log.bar = None
         if self.file is not None:
-            self.file.close()
+            with contextlib.suppress(OSError):
+                self.file.close()
         if kind is None:
             self.log.say(f"trained in {format_duration(time.monotonic() - self.started)}")
 

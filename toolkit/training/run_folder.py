@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import platform
@@ -163,7 +164,8 @@ class RunFolder:
     def write_memory(self, predicted: dict[str, Any] | None, measured: dict[str, Any]) -> None:
         """memory.json: predicted and measured side by side, in bytes."""
         if self.accelerator.is_main_process:
-            write_json(self.path / "memory.json", {"predicted": predicted, "measured": measured})
+            with contextlib.suppress(OSError):  # A full disk: the log has the figures, and the run is worth more than the file.
+                write_json(self.path / "memory.json", {"predicted": predicted, "measured": measured})
 
     def description(self, plan: Plan, parameters: int, trainable: int, data: Data, total_steps: int,
                     predicted: dict[str, Any] | None, found: Path | None) -> list[tuple[str, str]]:
