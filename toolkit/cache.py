@@ -9,15 +9,24 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from toolkit.errors import UserError
+
 
 def cache_dir(*parts: str) -> Path:
-    """A folder of the user's cache (made if need be): `TOOLKIT_CACHE`, else `XDG_CACHE_HOME`, else
-    `~/.cache`."""
+    """A folder of the user's cache (made if need be): `TOOLKIT_CACHE`, else `XDG_CACHE_HOME`, else `~/.cache`.
+
+    Raises:
+        UserError: it can't be made.
+    """
     own = os.environ.get("TOOLKIT_CACHE")
     shared = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     base = Path(own) if own else shared / "memory-scaling-toolkit"
     folder = base.joinpath(*parts)
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"the cache {str(folder)!r} cannot be made ({error.strerror}); set TOOLKIT_CACHE to a folder that can be "
+                        "written") from None
     return folder
 
 

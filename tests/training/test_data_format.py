@@ -181,3 +181,15 @@ def test_a_speaker_that_nobody_knows_is_named(tokenizer: Any) -> None:
 
 def test_an_end_token_that_is_there_is_not_added_again(tokenizer: Any) -> None:
     assert to_sample("text", {"text": "So.<|end|>"}, "here", Template(tokenizer)).text == "So.<|end|>"
+
+
+def test_an_answer_of_weight_0_is_context_and_parts_of_text_are_joined(tokenizer: Any) -> None:
+    turns = [{"role": "user", "content": [{"type": "text", "text": "Say "}, {"type": "text", "text": "one."}]},
+             {"role": "assistant", "content": "wrong", "weight": 0}, {"role": "user", "content": "No."},
+             {"role": "assistant", "content": "one", "weight": 1}]
+    sample = to_sample("messages", {"messages": turns}, "here", Template(tokenizer))
+    assert "Say one." in sample.text and "wrong" in sample.text and "[" not in sample.text
+    assert [sample.text[start:end].startswith("one") for start, end in sample.answers] == [True]
+    turns[0]["content"] = [{"type": "image_url", "image_url": "x"}]
+    with pytest.raises(UserError, match="parts of type image_url; only text can be trained on"):
+        to_sample("messages", {"messages": turns}, "here", Template(tokenizer))

@@ -169,3 +169,26 @@ def test_several_processes_give_what_one_does_and_name_the_line_that_is_wrong(
         build("x", (str(file),), tokenizer, Reading(), 2)
     skipped = build("y", (str(file),), tokenizer, Reading(bad_lines="skip"), 2)
     assert len(skipped) == 119 and skipped.facts["skipped"] == 1
+
+
+def test_a_damaged_cache_is_made_anew_and_one_that_cannot_be_written_is_said(
+    tmp_path: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = stored(tmp_path / "a.jsonl", [CHAT], tokenizer)
+    before, file = np.array(first.tokens), next((tmp_path / "cache" / "data").glob("*/tokens.npy"))
+    file.write_bytes(file.read_bytes()[:-8])
+    again = stored(tmp_path / "a.jsonl", [CHAT], tokenizer)
+    assert np.array_equal(before, again.tokens) and np.array_equal(np.load(file), again.tokens)
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "file" / "below"))
+    with pytest.raises(UserError, match="set TOOLKIT_CACHE to a folder"):
+        stored(tmp_path / "a.jsonl", [CHAT], tokenizer)
+    monkeypatch.setenv("TOOLKIT_CACHE", str(tmp_path / "full"))
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(np, "save", full)
+    with pytest.raises(UserError, match="No space left on device.; make room"):
+        stored(tmp_path / "a.jsonl", [CHAT], tokenizer)
+    assert not list((tmp_path / "full" / "data").iterdir())

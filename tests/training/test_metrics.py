@@ -83,3 +83,16 @@ def test_steps_that_an_overflow_undid_are_counted_and_end_the_run_when_nothing_e
             metrics.step({"step": step, **RECORD, "grad_norm": math.inf})
     assert "step 3 changed nothing: the gradients overflowed (3 such steps so far)" in capsys.readouterr().out
     assert len(records(file)) == 50
+
+
+def test_a_tracker_that_fails_on_the_way_is_spoken_of_once_and_does_not_end_the_run(
+    accelerator: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def away(*_: Any, **__: Any) -> None:
+        raise ConnectionError("no route")
+
+    monkeypatch.setattr(accelerator, "trackers", [object()], raising=False)
+    monkeypatch.setattr(accelerator, "log", away, raising=False)
+    write(accelerator, tmp_path / "m.jsonl", range(1, 5))
+    assert len(records(tmp_path / "m.jsonl")) == 4
+    assert capsys.readouterr().out.count("the tracker does not take it (no route)") == 1

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from toolkit.errors import UserError
 from toolkit.training.config import TrainConfig
-from toolkit.training.run_folder import check_output, git_commit, versions, write_json
+from toolkit.training.run_folder import RunFolder, check_output, git_commit, versions, write_json
 
 Make = Callable[..., TrainConfig]
 
@@ -41,3 +42,12 @@ def test_versions_name_what_a_run_depends_on() -> None:
 
 def test_outside_a_repository_there_is_no_commit(tmp_path: Path) -> None:
     assert git_commit(tmp_path) is None
+
+
+def test_a_tracker_that_cannot_start_is_one_line(make_config: Make, accelerator: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no\naccount")
+
+    monkeypatch.setattr(accelerator, "init_trackers", refuse, raising=False)
+    with pytest.raises(UserError, match="tracker=tensorboard cannot be started: no account"):
+        RunFolder(make_config(), accelerator)._start_tracker()

@@ -35,6 +35,7 @@ def show(
                                               "@revision), as the key data of the recipe takes them.")],
     model: Annotated[str, typer.Option("--model", help="The model whose tokenizer and chat template apply.")],
     count: Annotated[int, typer.Option("--count", min=0, help="Samples to print.")] = 3,
+    first: Annotated[int | None, typer.Option("--first", min=1, help="Read only so many records of it.")] = None,
     seq_len: Annotated[int, _reading("--seq-len", help="Tokens per row.")] = 2048,
     data_format: Annotated[str, _reading("--data-format", help="auto, messages, prompt-completion, text or tokens.")] = "auto",
     train_on: Annotated[str, _reading("--train-on", help="auto, answers, last-answer or everything.")] = "auto",
@@ -47,8 +48,8 @@ def show(
 ) -> int:
     """Print a few samples as the model will see them, what is trained on coloured, and the counts of the whole data."""
     from toolkit.training.config import TrainConfig
+    from toolkit.training.data.encode import Reading
     from toolkit.training.data.show import load_examples, load_tokenizer
-    from toolkit.training.data.tokenize import Reading
     from toolkit.training.start import quiet
 
     values = {"data_format": data_format, "train_on": train_on, "too_long": too_long, "bad_lines": bad_lines}
@@ -62,7 +63,7 @@ def show(
     settings: dict[str, Any] = {"kind": values.pop("data_format"), **values}
     reading = Reading(seq_len=seq_len, columns=tuple(filter(None, map(str.strip, columns.split(",")))), **settings)
     tokenizer = load_tokenizer(model, revision, trust_remote_code=trust_remote_code)
-    store, examples = load_examples(tuple(data), tokenizer, reading, count)
+    store, examples = load_examples(tuple(data), tokenizer, reading, count, first)
     if json:
         typer.echo(json_module.dumps(_object(store, examples), indent=2, ensure_ascii=False))
     else:

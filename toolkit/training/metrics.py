@@ -104,7 +104,7 @@ class Metrics:
         self.heartbeat = Heartbeat(accelerator.process_index, accelerator.num_processes)
         rollcall.at_step(first - 1)
         self.spikes = (Spikes("loss"), Spikes("grad_norm"))
-        self.skipped = self.skipped_in_a_row = 0
+        self.skipped = self.skipped_in_a_row = self.tracker_failures = 0
         self.unwritten = False
         if not log.main:
             return
@@ -169,7 +169,13 @@ class Metrics:
                 self.unwritten = True
         if self.accelerator.trackers:
             numbers = {k: v for k, v in clean.items() if k != "step" and isinstance(v, (int, float))}
-            self.accelerator.log(numbers, step=record["step"])
+            try:
+                self.accelerator.log(numbers, step=record["step"])
+            except Exception as error:  # noqa: BLE001 - a server that is away for a while is no reason to end the run
+                if not self.tracker_failures:
+                    told = " ".join(str(error).split())[:120]
+                    self.log.say(f"warning: step {record['step']}: the tracker does not take it ({told}); metrics.jsonl does")
+                self.tracker_failures += 1
 
     def __enter__(self) -> Metrics:
         self.heartbeat.__enter__()

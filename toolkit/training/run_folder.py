@@ -120,6 +120,7 @@ class RunFolder:
             UserError: another run holds the folder.
         """
         hold(self.path, self.accelerator)
+        self._start_tracker()
         self.sums = gradient_sums(self.accelerator, model)
         if self.accelerator.is_main_process:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -127,16 +128,24 @@ class RunFolder:
             write_json(self.path / "plan.json", {**asdict(plan), "label": plan.label})
             write_json(self.path / "run.json", self._record(model, data))
             write_assets(self.path / FOLDER, self.accelerator.unwrap_model(model), tokenizer, model_config)
-        if tracker_of(self.config):
-            settings = {key: value if isinstance(value, (int, float, str, bool)) else str(value)
-                        for key, value in asdict(self.config).items()}
-            self.accelerator.init_trackers("tensorboard" if self.config.tracker == "tensorboard" else self.path.name,
-                                           config=settings)
         self.accelerator.wait_for_everyone()
 
     def told(self, plan: Plan) -> dict[str, Any]:
         """What a checkpoint tells of the run that made it: the resolved config, and the plan."""
         return {"config": asdict(self.config), "plan": {**asdict(plan), "label": plan.label}}
+
+    def _start_tracker(self) -> None:
+        """Raises UserError when the one that was asked for can't be started: no account, no server, no network."""
+        name = tracker_of(self.config)
+        if name is None:
+            return
+        settings = {key: value if isinstance(value, (int, float, str, bool)) else str(value)
+                    for key, value in asdict(self.config).items()}
+        try:
+            self.accelerator.init_trackers("tensorboard" if name == "tensorboard" else self.path.name, config=settings)
+        except Exception as error:  # Each of them raises its own kinds.
+            raise UserError(f"tracker={name} cannot be started: {' '.join(str(error).split())[:200]}; set it up, or use "
+                            "tracker=tensorboard or none") from None
 
     def _record(self, model: Any, data: Data) -> dict[str, Any]:
         """Everything beside the config and the plan that makes a run repeatable."""

@@ -90,6 +90,8 @@ class Template:
 def answers_of(template: Template, tools: list[Any] | None, messages: Messages, where: str) -> tuple[str, tuple[Span, ...]]:
     """(text, spans of the answers). Raises UserError: see `Renderer`; also when the template leaves a tool call out."""
     renderer = Renderer(template, tools, where)
+    silent = [index for index, message in enumerate(messages) if message.get("weight") == 0]
+    messages = [{key: value for key, value in message.items() if key != "weight"} for message in messages]
     if _MARKS.search(renderer.source):
         text, spans = renderer.marked(messages)
     else:
@@ -97,7 +99,15 @@ def answers_of(template: Template, tools: list[Any] | None, messages: Messages, 
     for call in (call for message in messages for call in message.get("tool_calls", ())):
         if call["function"]["name"] not in text:
             raise UserError(f"{where}: the model's chat template leaves tool calls out; use a model that is made for tools")
-    return text, spans
+    return text, _without(spans, silent, messages, where) if silent else spans
+
+
+def _without(spans: tuple[Span, ...], silent: list[int], messages: Messages, where: str) -> tuple[Span, ...]:
+    """The spans of the answers but for those whose weight is 0."""
+    answers = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
+    if len(answers) != len(spans):
+        raise UserError(f"{where}: a message has weight 0, but the chat template does not show every answer by itself")
+    return tuple(span for index, span in zip(answers, spans, strict=True) if index not in silent)
 
 
 def _by_prefix(renderer: Renderer, messages: Messages, where: str) -> tuple[str, tuple[Span, ...]]:

@@ -99,13 +99,25 @@ def _message(turn: Any, where: str) -> dict[str, Any]:
         calls, content = [{"type": "function", "function": _parsed(content)}], ""
     if content is None and not calls:
         raise UserError(f"{where}: a message of {role} has no content")
-    if not isinstance(content, (str, list, type(None))):
-        raise UserError(f"{where}: the content of a message of {role} is a {type(content).__name__}; it must be text")
-    message = {key: value for key, value in turn.items() if key not in ("from", "value", "tool_calls", "weight")}
+    content = _joined(content, role, where)
+    message = {key: value for key, value in turn.items() if key not in ("from", "value", "tool_calls")}
     message |= {"role": role, "content": content if content is not None else ""}
     if calls:
         message["tool_calls"] = [_call(call, where) for call in calls]
     return message
+
+
+def _joined(content: Any, role: str, where: str) -> str | None:
+    """The content as text: of a list of parts their texts, which templates of text models would print as a list."""
+    if isinstance(content, list):
+        kinds = {part.get("type", "text") if isinstance(part, dict) else type(part).__name__ for part in content}
+        if kinds - {"text"} or not all(isinstance(part.get("text"), str) for part in content):
+            told = ", ".join(sorted(map(str, kinds)))
+            raise UserError(f"{where}: a message of {role} has parts of type {told}; only text can be trained on")
+        return "".join(part["text"] for part in content)
+    if not isinstance(content, (str, type(None))):
+        raise UserError(f"{where}: the content of a message of {role} is a {type(content).__name__}; it must be text")
+    return content
 
 
 def _call(call: Any, where: str) -> dict[str, Any]:

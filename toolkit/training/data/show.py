@@ -9,8 +9,10 @@ from typing import Any
 import numpy as np
 
 from toolkit.errors import UserError
+from toolkit.training.data.encode import Reading
 from toolkit.training.data.read import check_sources
-from toolkit.training.data.tokenize import Reading, TokenStore, get
+from toolkit.training.data.stream import BEGINNING, Drawer
+from toolkit.training.data.tokenize import TokenStore, get
 
 
 @dataclass(frozen=True)
@@ -57,14 +59,19 @@ def load_tokenizer(model: str, revision: str | None = None, *, trust_remote_code
         raise UserError(f"model {model!r}: the tokenizer cannot be loaded: {' '.join(str(error).split())[:200]}") from None
 
 
-def load_examples(sources: tuple[str, ...], tokenizer: Any, reading: Reading, count: int) -> tuple[TokenStore, list[Example]]:
-    """The whole data as tokens (kept for the run that follows), and its first `count` samples in parts.
+def load_examples(sources: tuple[str, ...], tokenizer: Any, reading: Reading, count: int,
+                  first: int | None = None) -> tuple[TokenStore, list[Example]]:
+    """The whole data as tokens (kept for the run that follows), or its first records alone, and `count` samples in parts.
 
     Raises:
         UserError: the data cannot be read or trained on (see `data.tokenize.build`).
     """
     check_sources(sources)
-    store = get(sources, tokenizer, reading)
+    if first is None:
+        store = get(sources, tokenizer, reading)
+    else:
+        store = Drawer(tokenizer, reading, sources, (), None).block(BEGINNING, first)
+        del store.facts["after"]
     return store, [_example(store, tokenizer, index) for index in range(min(count, len(store)))]
 
 

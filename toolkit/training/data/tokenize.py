@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from itertools import islice
@@ -67,7 +68,10 @@ def load(folder: Path) -> TokenStore | None:
         facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
         arrays = [np.load(folder / f"{name}.npy", mmap_mode="r", allow_pickle=False)
                   for name in ("tokens", "targets", "offsets")]
-    except (OSError, ValueError):
+        whole = len(arrays[0]) == len(arrays[1]) == arrays[2][-1]
+    except (OSError, ValueError, IndexError):
+        return None
+    if not whole:
         return None
     return TokenStore(arrays[0], arrays[1], arrays[2], facts)
 
@@ -103,11 +107,21 @@ def store_of(whole: Encoded, facts: dict[str, Any]) -> TokenStore:
 
 
 def keep(folder: Path, store: TokenStore) -> TokenStore:
-    """Write a store as `folder`, whole or not at all, and give back what was written, mapped into memory."""
-    with written_whole(folder) as scratch:
-        for name, array in (("tokens", store.tokens), ("targets", store.targets), ("offsets", store.offsets)):
-            np.save(scratch / f"{name}.npy", array, allow_pickle=False)
-        (scratch / "facts.json").write_text(json.dumps(store.facts), encoding="utf-8")
+    """Write a store as `folder`, whole or not at all, and give back what was written, mapped into memory.
+
+    Raises:
+        UserError: the disk is full, or may not be written.
+    """
+    if folder.exists() and load(folder) is None:
+        shutil.rmtree(folder, ignore_errors=True)  # It was damaged since it was written.
+    try:
+        with written_whole(folder) as scratch:
+            for name, array in (("tokens", store.tokens), ("targets", store.targets), ("offsets", store.offsets)):
+                np.save(scratch / f"{name}.npy", array, allow_pickle=False)
+            (scratch / "facts.json").write_text(json.dumps(store.facts), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"the tokens cannot be kept in {str(folder.parent)!r} ({error.strerror or error}); make room, or set "
+                        "TOOLKIT_CACHE to another folder") from None
     return load(folder) or store
 
 
