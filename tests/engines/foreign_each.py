@@ -1,7 +1,7 @@
 """Do what the environment lists (ACTIONS, as JSON), in one launch of an engine: the recipe's keys as arguments.
 
-An action is [what, names of folders below the run folder]. The main process leaves told.json: for every `train`, the loss of each
-step. Engines save and load by their own means.
+An action is [what, names of folders below the run folder]. The main process leaves told.json: `losses`, for every `train` those
+of each step, and what was seen on the way (`facts`). Engines save and load by their own means.
 """
 
 from __future__ import annotations
@@ -14,10 +14,29 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
 from toolkit.training.config import TrainConfig, parse_arguments
 from toolkit.training.start import run
 
 FIRST, LAST = 4, 8
+
+
+class OwnAdamW(torch.optim.AdamW):
+    """A user's own optimizer."""
+
+
+class Collectives(TorchDispatchMode):
+    """Counts the bytes that ranks exchange."""
+
+    moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "c10d" in func.namespace:
+            self.moved += sum(t.numel() * t.element_size() for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor))
+        return func(*args, **(kwargs or {}))
 
 
 class Launch:
@@ -37,7 +56,11 @@ class Launch:
         tokenizer, model_config = load_tokenizer(config, source), load_config(config, source)
         self.data = prepare_data(config, tokenizer, model_config, accelerator, isolates=isolates_by_position(model_config))
         model = build_model(config, source, model_config, tokenizer, accelerator)
-        self.model, self.optimizer = accelerator.prepare(model, build_optimizer(config, model))
+        optimizer = build_optimizer(config, model)
+        optimizer.__class__ = OwnAdamW
+        if os.environ.get("COMPILE"):
+            model = torch.compile(model, backend=os.environ["COMPILE"])
+        self.model, self.optimizer = accelerator.prepare(model, optimizer)
         identity = Identity(strategy=running_plan(accelerator, self.model, config).label, processes=accelerator.num_processes,
                             method=config.method, optimizer=config.optimizer, data=self.data.facts["fingerprint"],
                             rows=self.data.train.rows_per_step)  # fmt: skip
@@ -46,6 +69,20 @@ class Launch:
         self.checkpoints = Checkpoints(self.folder / "checkpoints", accelerator, identity, 9, lambda line: None,
                                        record={"config": asdict(config)})
         self.step = 0
+        self.facts: dict[str, Any] = {"optimizer": type(self._innermost()).__name__,
+                                      "compiled": any("_orig_mod" in name for name, _ in self.model.named_parameters())}
+
+    def _innermost(self) -> Any:
+        inner = self.optimizer
+        while hasattr(inner, "optimizer"):
+            inner = inner.optimizer
+        return inner
+
+    def note(self, name: str, value: float) -> None:
+        """Keep the largest of all ranks."""
+        from accelerate.utils import gather_object
+
+        self.facts[name] = max([self.facts.get(name, 0), *gather_object([value])])
 
     def train(self) -> list[float]:
         """Go on to the next multiple of FIRST; the loss of each step."""
@@ -61,15 +98,36 @@ class Launch:
         """A checkpoint of this toolkit."""
         from toolkit.training.checkpoint import Progress
 
-        assert self.checkpoints.save(Progress(step=self.step)) is None
+        with Collectives() as seen:
+            assert self.checkpoints.save(Progress(step=self.step)) is None
+        self.note("bytes moved by saving", seen.moved)
         if self.accelerator.is_main_process:
             (self.checkpoints.folder / f"step-{self.step:08d}").rename(self.folder / name)
 
     def load_ours(self, name: str) -> None:
         """One, however it came about."""
+        from toolkit.training.state import store
+
         found = self.checkpoints.find(str(self.folder / name))
         assert found is not None
+        read, really = [0], store._read_into
+
+        def counted(data: memoryview, *place: Any) -> None:
+            read[0] += len(data)
+            really(data, *place)
+
+        store._read_into = counted
         self.step = self.checkpoints.load(found).step
+        store._read_into = really
+        self.note("bytes read by loading", read[0])
+
+    def gather(self) -> None:
+        """What an export of the running model moves, for comparison."""
+        from toolkit.training.export import whole_parameters
+
+        with Collectives() as seen:
+            whole_parameters(self.accelerator, self.model, torch.float32, trainable_only=False)
+        self.note("bytes moved by gathering", seen.moved)
 
     def save_theirs(self, name: str) -> None:
         """What the engine's users write."""
@@ -133,14 +191,15 @@ class Launch:
 
 
 def main(arguments: list[str]) -> None:
-    launch, told = Launch(parse_arguments(arguments)), {}
+    launch, losses = Launch(parse_arguments(arguments)), {}
     for what, *names in json.loads(os.environ["ACTIONS"]):
         if what == "train":
-            told[names[0]] = launch.train()
+            losses[names[0]] = launch.train()
         else:
             getattr(launch, what)(*names)
             launch.accelerator.wait_for_everyone()
     if launch.accelerator.is_main_process:
+        told = {"losses": losses, "facts": launch.facts}
         (launch.folder / "told.json").write_text(json.dumps(told), encoding="utf-8")
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3MoeConfig
 
 from toolkit.errors import UserError
@@ -20,6 +20,7 @@ from toolkit.training.convert.directory import export
 from toolkit.training.convert.kinds import find
 from toolkit.training.convert.read import hold
 from toolkit.training.export import export_model
+from toolkit.training.state import examine
 
 Save = Callable[..., Any]
 
@@ -111,16 +112,19 @@ def test_adapters_alone_and_in_their_base(save: Save, tiny_model: Path, tokenize
 def test_two_matrices_where_the_config_ties_one_are_both_kept(
     save: Save, tiny_model: Path, tokenizer: Any, tmp_path: Path
 ) -> None:
-    untied = tmp_path / "untied"
-    shutil.copytree(tiny_model, untied)
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, tie_word_embeddings=False)
-    torch.nn.init.normal_(model.lm_head.weight)
-    model.save_pretrained(untied)
-    saved = save(untied, tokenizer)
-    written = export(hold(saved.run), tmp_path / "out", source=tiny_model)
+    """https://github.com/huggingface/accelerate/issues/3870"""
+    both = tmp_path / "both"
+    shutil.copytree(tiny_model, both)
+    weights = load_file(both / "model.safetensors")
+    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights, both / "model.safetensors", {"format": "pt"})
+    saved = save(both, tokenizer)
+    assert examine.verify(saved.run)["sound"]
+    written = export(hold(saved.run), tmp_path / "out", dtype="fp32")
     assert "lm_head.weight and model.embed_tokens.weight differ though the config ties them" in written.notes[0]
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert torch.equal(loaded.lm_head.weight.float(), saved.model.lm_head.weight)
+    assert not loaded.config.tie_word_embeddings and torch.equal(loaded.lm_head.weight, saved.model.lm_head.weight)
+    assert torch.equal(loaded.model.embed_tokens.weight, saved.model.model.embed_tokens.weight)
 
 
 def test_a_checkpoint_of_another_model_is_refused(save: Save, tiny_model: Path, tokenizer: Any, tmp_path: Path) -> None:

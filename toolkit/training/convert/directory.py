@@ -158,7 +158,7 @@ def empty_model(config: Any) -> Any:
 def _full(held: Held, config: Any, dtype: torch.dtype, notes: list[str]) -> dict[str, Lazy]:
     """Name in the files to tensor, for a model that was trained whole."""
     weights = held.of("weights")
-    model = _fitting_model(held, config, notes)
+    model = fitting_model(held, config, notes)
     parameters = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
     problem = difference({name: tuple(p.shape) for name, p in parameters.items()},
@@ -172,7 +172,7 @@ def _full(held: Held, config: Any, dtype: torch.dtype, notes: list[str]) -> dict
     return in_files(model, kept)
 
 
-def _fitting_model(held: Held, config: Any, notes: list[str]) -> Any:
+def fitting_model(held: Held, config: Any, notes: list[str]) -> Any:
     """The config's model; with the rows that the embedding has, and untied where the checkpoint has two different matrices."""
     weights = held.of("weights")
     model = empty_model(config)

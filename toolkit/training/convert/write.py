@@ -12,7 +12,7 @@ import yaml
 from toolkit.errors import UserError
 from toolkit.training.assets import carry_assets
 from toolkit.training.convert.dcp import MODEL, OPTIMIZER, write_folder
-from toolkit.training.convert.directory import config_of, empty_model, whole_or_nothing
+from toolkit.training.convert.directory import config_of, fitting_model, whole_or_nothing
 from toolkit.training.convert.held import Group, Held
 from toolkit.training.convert.kinds import FORMATS
 from toolkit.training.convert.settings import groups_of
@@ -89,7 +89,7 @@ def _check(held: Held, assets: Path | None, to: str, notes: list[str]) -> dict[s
             notes.append("the checkpoint does not say of what model it is: a second name of tied weights is not "
                          "written; give a folder with the config by --model where loading misses one")
         return {}
-    built = empty_model(config_of(assets))
+    built = fitting_model(held, config_of(assets), notes)
     parameters = dict(built.named_parameters())
     shapes = {name: tuple(p.shape) for name, p in parameters.items()}
     saved = {name: tensor.shape for name, tensor in held.of("weights").items()}

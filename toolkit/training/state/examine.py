@@ -130,9 +130,9 @@ def _check_model(held: Held, shapes: dict[str, tuple[int, ...]]) -> None:
     """Hold what was trained whole to the config that the checkpoint carries."""
     if held.assets is None or held.is_adapter:
         return
-    from toolkit.training.convert.directory import config_of, empty_model
+    from toolkit.training.convert.directory import config_of, fitting_model
 
-    model = {name: tuple(p.shape) for name, p in empty_model(config_of(held.assets)).named_parameters()}
+    model = {name: tuple(p.shape) for name, p in fitting_model(held, config_of(held.assets), []).named_parameters()}
     problem = difference({name: shape for name, shape in model.items() if name in shapes}, shapes)
     if problem:
         raise UserError(f"{held.path} is of another model than its {FOLDER}/config.json: {problem}")
