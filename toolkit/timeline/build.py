@@ -114,7 +114,7 @@ def load_config(spec: ModelSpec) -> Any:
         config = AutoConfig.for_model(model_type, **values)
     except StrictDataclassError as error:
         raise UserError(f"{spec.name}: its config is not right: {' '.join(str(error).split())[:200]}") from None
-    except ValueError as error:
+    except (ValueError, TypeError, ArithmeticError, AttributeError, LookupError) as error:
         if model_type in CONFIG_MAPPING:
             raise UserError(f"{spec.name}: its config is not right: {' '.join(str(error).split())[:200]}") from None
         known = nearest(str(model_type), CONFIG_MAPPING.keys())

@@ -23,9 +23,33 @@ from toolkit.timeline.kernels import kernel_cost, kernel_temporary
 from toolkit.timeline.shards import local, wrapper_classes
 from toolkit.timeline.trace import MarkKind
 
+aten = torch.ops.aten
+_BUFFER_AND_CALL = 4
+"""References on a tensor that only the input buffer holds, while it goes through a dispatch mode."""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
 _ACCUMULATE = "torch::autograd::AccumulateGrad"
 _DEVICE = torch.ops.prim.device.default
+
+
+def _accumulates(args: Any, kwargs: Any) -> bool:
+    """Whether autograd's input buffer adds a second gradient to a first one that nobody else holds.
+
+    Without a dispatch mode it does so in place (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace); a mode makes it
+    take another tensor.
+    """
+    if kwargs or torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+        return False
+    old, new = args
+    if not isinstance(new, torch.Tensor) or old.shape != new.shape or old.dtype != new.dtype:
+        return False
+    storage = old.untyped_storage()
+    alone = old._use_count() <= _BUFFER_AND_CALL and torch._C._storage_Use_Count(storage._cdata) <= 2
+    return bool(alone and storage.nbytes() == old.numel() * old.element_size())
+
+
+def _all_true(condition: torch.Tensor) -> torch.Tensor:
+    """`nonzero` of a condition that holds everywhere, such as that a label is valid: fake tensors don't tell."""
+    return torch.empty((condition.numel(), condition.dim()), dtype=torch.long)
 
 
 @dataclass(slots=True)
@@ -137,7 +161,9 @@ class Recorder(TorchDispatchMode):
             return args[0]  # it waits in place; on fake tensors it would make a copy
         if self.phase == "backward":
             self._follow_backward()
-        out = func(*args, **kwargs)
+            if func is aten.add.Tensor and not self._stack and _accumulates(args, kwargs):
+                func = aten.add_.Tensor
+        out = _all_true(args[0]) if func is aten.nonzero.default else func(*args, **kwargs)
         fresh = False
         for leaf in tree_leaves(out):
             if isinstance(leaf, torch.Tensor):

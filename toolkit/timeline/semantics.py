@@ -168,6 +168,17 @@ def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn
     )[0]
 
 
+def _without_padding(name: str) -> Callable[..., bool]:
+    from transformers import masking_utils
+
+    decide = getattr(masking_utils, name)
+
+    def without(padding_mask: Any, *args: Any, **kwargs: Any) -> bool:
+        return bool(decide(None, *args, **kwargs))
+
+    return without
+
+
 @contextmanager
 def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Iterator[None]:
     """Context in which torch functions behave as on the device, and nothing depends on data."""
@@ -178,6 +189,9 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
         # Positions of a row count up: it is one sequence and needs no mask (flash kernels take the ends of sequences instead).
         # Fake positions can't be looked at, and transformers would make a mask to be safe: another kernel, repeated keys.
         patches.append(("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None))
+    # Nothing is padded; whether a mask hides anything can't be seen on fake tensors either.
+    patches += [("transformers.masking_utils", name, _without_padding(name))
+                for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")]
     if numerics.device == "cpu":
         patches += [
             ("torch", "get_rng_state", lambda: torch.empty(_RNG_STATE, dtype=torch.uint8)),
