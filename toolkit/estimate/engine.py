@@ -58,8 +58,8 @@ class Estimator:
         self._memories: dict[Any, MemoryEstimate] = {}
 
     def trace(self, workload: Workload, plan: Plan, cluster: Cluster) -> ModelTrace:
-        """The model's trace under the numerics of the plan's engine."""
-        return self._trace(workload, _numerics(workload, plan, cluster))
+        """The whole model's trace under the numerics of the plan's engine, as `step_time` takes it."""
+        return self._trace(workload, _numerics(workload, plan, cluster).whole())
 
     def _trace(self, workload: Workload, numerics: Any) -> ModelTrace:
         from toolkit.timeline.tracing import trace_model
