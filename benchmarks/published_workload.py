@@ -85,7 +85,7 @@ def _loss(row: Row) -> tuple[str, str]:
     if "triton" in text or "fused ce" in text:
         return "standard", _hugging_face_loss(software)
     if "chunk" in text:
-        return "standard", "native" if "litgpt" in source else "chunks"
+        return "standard", "native" if "litgpt" in source else "pieces" if "torchtune" in source else "chunks"
     if "litgpt" in source:
         return "standard", "native"
     if "torchtitan" in source or "nemo" in source:
@@ -140,8 +140,8 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         saves_packed_inputs=bool(re.search(r"bitsandbytes 0\.(3\d|4[0-2])|^litgpt", row["software"].lower())),
         trainable_modules="embed_tokens,lm_head" if "trainable emb" in task else "",
         loss_code=loss_code,  # type: ignore[arg-type]
-        # torchtune compiles the cross entropy of a chunk where it compiles the model
-        triton_loss=bool(re.search(r"triton|fused ce", loss_text)) or (loss_code == "chunks" and row["torch_compile"] == "yes"),
+        triton_loss=bool(re.search(r"triton|fused ce", loss_text)),
+        compiled_loss=row["torch_compile"] in ("yes", "per-block") and _compiles_loss(source, row["software"], loss_code),
         upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt|qwen-[\d_]+b", row["model"].lower()),
         # llm-foundry's models have norm_type low_precision_layernorm
         kernels="fused-norm" if re.search("foak|mpt-", (loss_text + row["notes"] + row["model"]).lower())
@@ -159,6 +159,13 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         reduce_fp32="fp32 reduce" in precision,
         frozen_stays=bool(re.search(r"torch (1\.|2\.0)", row["software"].lower())),
     )  # fmt: skip
+
+
+def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
+    """torchtune compiles the cross entropy of a piece where it compiles the model; torchtitan all of it from April 2025 on (its
+    #1033)."""
+    dated = re.search(r"(20\d\d-\d\d)", software)
+    return loss_code == "pieces" or ("torchtitan" in source and dated is not None and dated[1] >= "2025-04")
 
 
 def _eager_modules(software: str) -> bool:
@@ -210,7 +217,8 @@ def case_of(row: Row) -> Case:
     old = re.search(r"torch 1\.|\b202[012]\b|4\.1x", row["software"].lower())
     loops = old or "decoupled" in row["optimizer"].lower()
     impl = "fused" if fused else "loop" if loops else "default"
-    options: dict[str, Any] = {}
+    # rows that are padded come with a mask, which sdpa then takes; the trace makes one for a packed row
+    options: dict[str, Any] = {"packed": bool(re.search("peft method|liger", row["source"].lower()))}
     if spec.config.get("model_type") in ("bert", "deberta-v2", "roberta") or "classification" in row["task"]:
         options["task"] = "sequence-classification"
     workload = Workload(

@@ -12,7 +12,7 @@ from toolkit.specs.check import check_choices
 
 Quantization = Literal["nf4-dq", "nf4", "gptq", "gptq-torch", "int8"]
 AdapterDtype = Literal["fp32", "weights"]
-LossCode = Literal["current", "shifted", "upcast", "chunks", "native"]
+LossCode = Literal["current", "shifted", "upcast", "chunks", "pieces", "native"]
 Kernels = Literal["model", "fused-norm", "liger"]
 
 
@@ -42,12 +42,13 @@ class Variant:
     """Modules trained in full beside the adapters (peft's modules_to_save), joined by commas."""
     loss_code: LossCode = "current"
     """current: logits to fp32, padded labels (transformers from 4.49 on); shifted: 16-bit logits, fp32 ones and a contiguous
-    copy of all but the last position (4.46 to 4.48); upcast: the same without the 16-bit ones (to 4.45); chunks: torchtune's
-    cross entropy over 8 chunks of whole logits; native: whole logits in the model's dtype and their cross entropy in
-    chunks of 128 positions in that dtype (litgpt)."""
+    copy of all but the last position (4.46 to 4.48); upcast: the same without the 16-bit ones (to 4.45); chunks: cross entropy
+    over 8 chunks of whole logits; pieces: the same of logits that the output layer gives in 8 pieces (torchtune); native:
+    logits in pieces of 128 positions and their cross entropy in the logits' dtype (litgpt)."""
     triton_loss: bool = False
-    """True: one kernel for the cross entropy, which keeps the logits as they are and writes the gradient over them
-    (unsloth's; torch.compile's of torchtune's chunks)."""
+    """True: one kernel for the cross entropy, which keeps the logits and writes the gradient over them (unsloth's)."""
+    compiled_loss: bool = False
+    """True: torch.compile makes one kernel of the cross entropy, which keeps the logits and makes a gradient beside them."""
     upcast_logits: bool = True
     """False: the model's own code does not make its logits fp32 (GPT-BigCode, GPT-2 and BLOOM before transformers 4.49)."""
     kernels: Kernels = "model"

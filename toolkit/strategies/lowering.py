@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
+from toolkit.timeline.kernels import blas_workspaces
 from toolkit.timeline.optimizers import Impl, OptimizerTensor, default_impl, play_step, state_bytes
 from toolkit.timeline.tape import Chunk, Program, Tape
 from toolkit.timeline.trace import Mark, ModelTrace
@@ -141,8 +142,10 @@ def lower(program: Program, engine: Engine) -> Tape:
     old = _OldGraph()
     engine.setup(tape)
     micro_batches = min(engine.workload.accumulate, PLAYED_MICRO_BATCHES)
-    for _ in range(STEPS):
+    for step in range(STEPS):
         tape.step_begins()
+        if step == 0 and engine.device == "cuda":
+            tape.alloc("workspaces", blas_workspaces(engine.cluster.gpu.architecture), "temporaries", "cuBLAS workspaces")
         for i in range(micro_batches):
             tape.micro += 1
             tape.phase = "forward"

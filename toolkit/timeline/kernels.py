@@ -24,6 +24,17 @@ _FREE = {aten.detach.default, aten.view.default, aten.t.default, aten.transpose.
          aten.empty.memory_format, aten.split.Tensor, aten.select.int, aten.as_strided.default}
 
 
+_WORKSPACE = 4096 * 1024 * 2 + 16 * 1024 * 8
+_LARGE_WORKSPACE = 4096 * 1024 * 8
+_LARGE_ON = ("hopper", "blackwell")
+
+
+def blas_workspaces(architecture: str) -> int:
+    """Bytes that cuBLAS takes from torch's allocator for good: one workspace for the thread of the forward and one for that of
+    the backward (ATen/cuda/CublasHandlePool.cpp, getChosenWorkspaceSize: per handle and stream)."""
+    return 2 * (_LARGE_WORKSPACE if architecture in _LARGE_ON else _WORKSPACE)
+
+
 def kernel_temporary(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -> int:
     """Bytes that a kernel allocates and frees inside one call, beyond its outputs.
 

@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
+from toolkit.timeline.losses import loss_of
 from toolkit.timeline.sequence_parallel import ring_attention, ulysses
 
 if TYPE_CHECKING:
-    from toolkit.specs import Variant, Workload
+    from toolkit.specs import Workload
     from toolkit.timeline.tracing import Numerics
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,8 +49,8 @@ def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
         _fuse_kernels(model, workload.variant.kernels == "liger")
     if workload.loss != "standard":
         _replace_head(model, workload.loss)
-    elif workload.variant.loss_code == "native":
-        _split_head(model)
+    elif workload.variant.loss_code in ("native", "pieces"):
+        _split_head(model, workload.variant.loss_code == "native")
 
 
 class _FusedNorm(torch.autograd.Function):
@@ -244,13 +245,14 @@ def _replace_head(model: Any, loss: str) -> None:
     head.forward = MethodType(forward, head)
 
 
-def _split_head(model: Any) -> None:
-    """The output layer gives logits piece by piece of 128 positions (litgpt's lm_head_chunk_size)."""
+def _split_head(model: Any, by_positions: bool) -> None:
+    """The output layer gives logits piece by piece: of 128 positions (litgpt's lm_head_chunk_size), or in 8 pieces (torchtune's
+    num_output_chunks)."""
     head = model.get_output_embeddings()
     if head is None or getattr(model.config, "final_logit_softcapping", None):
         return  # a model that goes on computing with its logits gets them whole
     whole = head.forward
-    head.forward = lambda hidden: [whole(part) for part in hidden.split(128, dim=1)]
+    head.forward = lambda hidden: [whole(part) for part in (hidden.split(128, dim=1) if by_positions else hidden.chunk(8, dim=1))]
 
 
 def _chunked_part(head: Any, rows: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
@@ -312,14 +314,14 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
         return _wrapped(lambda: run(**inputs).logits, numerics)
     if workload.loss_only:
         return _wrapped(lambda: _summed(run, batch), numerics)
-    if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss:
+    if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss or variant.compiled_loss:
         inputs = {k: v for k, v in batch.items() if k != "labels"}
 
         def with_loss() -> dict[str, Any]:
             box = [run(**inputs).logits]
             if variant.fp32_output:
                 box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
-            loss = _loss_of(box, batch["labels"], variant)
+            loss = loss_of(box, batch["labels"], variant)
             return {"loss": loss, "logits": box[0]}
 
         out = _wrapped(with_loss, numerics)
@@ -327,56 +329,6 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
             keep.append(out["logits"])
         return out["loss"]
     return _wrapped(lambda: run(**batch), numerics).loss
-
-
-def _loss_of(box: list[Any], labels: torch.Tensor, variant: Variant) -> torch.Tensor:
-    """The loss of the logits in `box`, as the variant's program computes it."""
-    if variant.loss_code == "native":
-        parts = box[0] if isinstance(box[0], list) else box[0].split(128, dim=1)
-        return _in_pieces(tuple(parts), labels.split(128, dim=1), False)
-    if box[0].dim() == 2:
-        return F.cross_entropy(box[0], labels)
-    if variant.loss_code == "chunks":
-        return _in_pieces(box[0].chunk(8, dim=1), labels.chunk(8, dim=1), not variant.triton_loss, variant.triton_loss)
-    if variant.loss_code == "upcast" and variant.upcast_logits:
-        box.append(box.pop().float())  # transformers to 4.45 (modeling_llama.py): the 16-bit logits are gone before the loss
-    logits = box[0].float() if variant.upcast_logits else box[0]
-    shifted = logits
-    if variant.loss_code != "current":
-        # loss_utils.py to 4.48: a contiguous copy without the last position; `logits` stays named
-        shifted, labels = logits[..., :-1, :].contiguous(), labels[..., 1:].contiguous()
-    rows = shifted.view(-1, logits.size(-1))
-    if variant.triton_loss:
-        return _TritonCrossEntropy.apply(rows).sum()
-    return F.cross_entropy(rows, labels.reshape(-1))
-
-
-class _TritonCrossEntropy(torch.autograd.Function):
-    """unsloth's Fast_CrossEntropyLoss: keeps the logits and a log-sum per row, writes the gradient over the logits."""
-
-    @staticmethod
-    def forward(ctx: Any, logits: torch.Tensor) -> torch.Tensor:
-        sums = torch.empty(logits.shape[0], dtype=torch.float32)
-        ctx.save_for_backward(logits, sums)
-        return torch.empty(logits.shape[0], dtype=torch.float32)
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:
-        return ctx.saved_tensors[0]
-
-
-def _in_pieces(parts: tuple[torch.Tensor, ...], targets: tuple[torch.Tensor, ...], upcast: bool, kernel: bool = False
-               ) -> torch.Tensor:
-    """Cross entropy piece by piece: torchtune's CEWithChunkedOutputLoss in fp32 (compiled: one kernel that keeps the 16-bit
-    logits), litgpt's chunked_cross_entropy in 16 bits."""
-    total = torch.zeros((), dtype=torch.float32)
-    for part, target in zip(parts, targets, strict=False):
-        rows = part.reshape(-1, part.size(-1))
-        if kernel:
-            total = total + _TritonCrossEntropy.apply(rows).sum()
-            continue
-        total = total + F.cross_entropy(rows.float() if upcast else rows, target.reshape(-1), reduction="sum")
-    return total
 
 
 def _summed(run: Callable[..., Any], batch: dict[str, Any]) -> torch.Tensor:

@@ -1,0 +1,51 @@
+"""What cuBLAS takes from torch's allocator, and the loss in pieces."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from toolkit.estimate.engine import Estimator
+from toolkit.specs import ModelSpec, Plan, Variant, Workload
+from toolkit.specs.detect import make_cluster
+from toolkit.timeline.kernels import blas_workspaces
+from toolkit.timeline.trace import Memory
+from toolkit.timeline.tracing import Numerics, trace_model
+
+SPEC = ModelSpec(name="tiny", config={
+    "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "intermediate_size": 96, "vocab_size": 4096,
+})  # fmt: skip
+
+
+@pytest.mark.parametrize(("gpu", "mib"), [("a100-80gb-sxm", 2 * 8.125), ("h100-sxm", 2 * 32), ("cpu", 0)])
+def test_workspaces_lie_in_the_allocator_for_good(gpu: str, mib: float) -> None:
+    work = Workload(seq_len=32, precision="bf16")
+    memory = Estimator(SPEC).estimate(work, Plan(), make_cluster(gpu=gpu, gpus=1)).memory
+    held = sum(b for _, what, b in memory.largest if what == "cuBLAS workspaces")
+    assert held == mib * 2**20
+    assert memory.resident > held
+
+
+def test_the_default_of_torch_is_one_workspace_per_thread() -> None:
+    assert blas_workspaces("ampere") == 2 * 8519680
+    assert blas_workspaces("hopper") == 2 * 33554432
+
+
+def top(**variant: Any) -> int:
+    work = Workload(seq_len=256, micro_batch=1, precision="bf16-pure", weights_dtype="bf16", method="lora",
+                    lora_targets="q_proj", variant=Variant(**variant))
+    level = most = 0
+    for item in trace_model(SPEC, work, Numerics(device="cuda")).items:
+        if isinstance(item, Memory) and item.category == "logits_and_loss":
+            level += item.delta
+            most = max(most, level)
+    return most
+
+
+def test_a_loss_in_pieces_never_holds_the_gradient_of_all_logits() -> None:
+    logits = 256 * 4096 * 2
+    assert top(loss_code="chunks", compiled_loss=True) >= 2 * logits
+    assert logits < top(loss_code="pieces", compiled_loss=True) < 1.4 * logits
+    assert top(loss_code="current", compiled_loss=True) < top(loss_code="current", triton_loss=False)
