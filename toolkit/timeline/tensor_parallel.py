@@ -7,6 +7,7 @@ return at once with outputs of the right size, so that all that DTensor allocate
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -41,12 +42,14 @@ def ranks(tp: int, cp: int = 1) -> Iterator[DeviceMesh | None]:
 
     if dist.is_initialized():
         raise UserError(f"tp {tp} and cp {cp} can't be estimated inside a distributed run; use toolkit estimate")
+    hook = sys.excepthook  # torch wraps it to put the rank before every line of a traceback, and leaves it so
     dist.init_process_group("fake", store=FakeStore(), rank=(cp - 1) * tp, world_size=cp * tp)
     try:
         with _unseen(ShardingPropagator, "_propagate_tensor_meta_non_cached"):
             yield init_device_mesh("cpu", (cp, tp), mesh_dim_names=("cp", "tp"))
     finally:
         dist.destroy_process_group()
+        sys.excepthook = hook
 
 
 @contextmanager
