@@ -218,7 +218,8 @@ def case_of(row: Row) -> Case:
     loops = old or "decoupled" in row["optimizer"].lower()
     impl = "fused" if fused else "loop" if loops else "default"
     # rows that are padded come with a mask, which sdpa then takes; the trace makes one for a packed row
-    options: dict[str, Any] = {"packed": bool(re.search("peft method|liger", row["source"].lower()))}
+    options: dict[str, Any] = {"packed": bool(re.search("peft method|liger", row["source"].lower())),
+                               "alloc": "expandable" if "expandable" in row["notes"].lower() else "default"}
     if spec.config.get("model_type") in ("bert", "deberta-v2", "roberta") or "classification" in row["task"]:
         options["task"] = "sequence-classification"
     workload = Workload(

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import random
 
-from toolkit.timeline.cuda_allocator import CachingAllocator
+from hypothesis import given
+from hypothesis import strategies as st
+
+from toolkit.timeline.cuda_allocator import CachingAllocator, ExpandableAllocator
 
 MIB = 1 << 20
 
@@ -62,3 +65,34 @@ def test_reserved_never_falls_below_what_is_live() -> None:
             blocks.append((allocator.malloc(size), size))
             live += size
         assert allocator.reserved >= live
+
+# -- expandable segments ----------------------------------------------------------------------------------------------
+
+
+def test_a_range_grows_at_its_end_by_pages() -> None:
+    allocator = ExpandableAllocator()
+    first = allocator.malloc(30 << 20)
+    assert allocator.reserved == 40 << 20
+    allocator.malloc(15 << 20)  # 10 MiB are left at the end: one page more
+    assert allocator.reserved == 60 << 20
+    allocator.release(first)
+    allocator.malloc(100 << 20)  # the hole is too small; 15 MiB of the end are free
+    assert allocator.reserved == 160 << 20
+
+
+@given(st.lists(st.tuples(st.integers(1, 64 << 20), st.integers(0, 6)), min_size=1, max_size=80))
+def test_reserved_covers_what_is_live_and_every_block_stays_in_one_chain(plan: list[tuple[int, int]]) -> None:
+    for kind in (CachingAllocator, ExpandableAllocator):
+        allocator, live = kind(), []
+        for size, victim in plan:
+            live.append(allocator.malloc(size))
+            assert all(block.size >= 1 and not block.free for block in live)
+            assert allocator.reserved >= sum(block.size for block in live)
+            if victim < len(live) and victim % 2:
+                allocator.release(live.pop(victim))
+        for block in live:
+            allocator.release(block)
+        free = sum(entry[0] for pool in allocator._pools.values() for entry in pool)
+        assert free == allocator.reserved
+        if kind is ExpandableAllocator:  # all merged into one free block per range
+            assert all(len(pool) <= 1 for pool in allocator._pools.values())

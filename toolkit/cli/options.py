@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -39,6 +41,8 @@ OptimizerImpl = Annotated[str, _option("--optimizer-impl", help="default, foreac
 Attention = Annotated[str, _option("--attention", help="eager, sdpa or flash.", panel=WORK)]
 Loss = Annotated[str, _option("--loss", help="standard, chunked or fused.", panel=WORK)]
 Compile = Annotated[bool, _option("--compile", help="torch.compile (a stated approximation).", panel=WORK)]
+Alloc = Annotated[str, _option("--alloc", help="expandable, as the launch files set PYTORCH_ALLOC_CONF, or default: fixed "
+                               "segments, which leave holes.", panel=WORK)]
 Task = Annotated[str, _option("--task", help="auto, causal-lm, seq2seq-lm, sequence-classification or token-classification.",
                               panel=WORK)]
 
@@ -47,6 +51,8 @@ Gpus = Annotated[int | None, _option("--gpus", help="GPUs per node; auto: those 
 Nodes = Annotated[int, _option("--nodes", help="Machines.", panel=CLUSTER)]
 GpuMemory = Annotated[str | None, _option("--gpu-memory", help="80GiB, 80GB or bytes; replaces the catalog's.", panel=CLUSTER)]
 HostMemory = Annotated[str | None, _option("--host-memory", help="RAM of one node.", panel=CLUSTER)]
+Calibration = Annotated[Path | None, _option("--calibration", help="memory.json of a short run on the target machine: what it "
+                                             "held outside the allocator replaces the table's figure.", panel=CLUSTER)]
 Margin = Annotated[float | None, _option("--margin", help="Share of the GPU kept free, 0 to 0.9.", panel=CLUSTER)]
 
 Strategy = Annotated[str, _option("--strategy", help="single, ddp, fsdp, fsdp-grad, hsdp, zero1, zero2 or zero3.", panel=PLAN)]
@@ -64,7 +70,7 @@ ShardSize = Annotated[int | None, _option("--shard-size", help="GPUs that share 
                                           "GPUs of a node.", panel=PLAN)]
 
 _WORKLOAD = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "accumulate", "precision", "weights_dtype",
-             "optimizer", "optimizer_impl", "attention", "loss", "compile", "task")
+             "optimizer", "optimizer_impl", "attention", "loss", "compile", "task", "alloc")
 _PLAN = ("strategy", "checkpointing", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist", "shard_size")
 
 
@@ -93,13 +99,20 @@ def cluster_from(values: dict[str, Any]) -> Cluster:
     if margin is not None and not 0 <= margin <= 0.9:
         raise UserError(f"margin is {margin}; it must be a share from 0 to 0.9")
     memory, host = values.get("gpu_memory"), values.get("host_memory")
-    return make_cluster(
+    cluster = make_cluster(
         gpu=values["gpu"],
         gpus=values.get("gpus"),
         nodes=values.get("nodes", 1),
         gpu_memory=parse_size(memory) if memory is not None else None,
         host_memory=parse_size(host) if host is not None else None,
     )
+    if values.get("calibration") is None:
+        return cluster
+    from toolkit.estimate.outside import read_calibration
+
+    if cluster.gpu.is_cpu:
+        raise UserError("--calibration is for GPUs: on a CPU nothing lies outside the allocator to calibrate")
+    return dataclasses.replace(cluster, outside_measured=read_calibration(values["calibration"]))
 
 
 def model_from(values: dict[str, Any], workload: Workload) -> Any:

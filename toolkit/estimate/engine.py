@@ -227,7 +227,7 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
     largest = sorted(((c, w, n) for (c, w), n in groups.items() if n > 0), key=lambda g: -g[2])
     reserved = peak
     if not cluster.gpu.is_cpu:
-        reserved = replay_reserved(tape) if detail else _guess_reserved(peak)
+        reserved = replay_reserved(tape, engine.workload.alloc == "expandable") if detail else _guess_reserved(peak)
     outside, interval = outside_allocator(cluster, plan, engine.workload)
     load = int(levels.level[: levels.starts[0]].max()) if levels.starts[0] else 0
     return MemoryEstimate(

@@ -1,11 +1,15 @@
-"""What lies outside the caching allocator: the device context, communicators. Data with sources and an interval."""
+"""What lies outside the caching allocator: the device context, communicators. Data with sources and an interval, which a run on
+the machine itself replaces."""
 
 from __future__ import annotations
 
+import json
 from functools import lru_cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
+from toolkit.errors import UserError
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.units import MIB
 
@@ -30,10 +34,40 @@ def outside_allocator(cluster: Cluster, plan: Plan, workload: Workload | None = 
         return 0, (0, 0)
     table = _table()
     eager = workload is not None and workload.variant.cuda_modules == "eager"
-    figures = [table["context_eager"] if eager else table["context"].get(cluster.gpu.architecture, table["context"]["default"])]
+    context = table["context_eager"] if eager else table["context"].get(cluster.gpu.architecture, table["context"]["default"])
     count = communicators(plan, cluster.world_size)
-    if count:
-        figures.append(table["nccl"]["two_ranks" if cluster.world_size == 2 else "more_ranks"])
-        figures += [table["nccl"]["further_communicator"]] * (count - 1)
-    low, typical, high = (sum(f[i] for f in figures) * MIB for i in range(3))
+    figures = [table["nccl"]["two_ranks" if cluster.world_size == 2 else "more_ranks"]] if count else []
+    figures += [table["nccl"]["further_communicator"]] * (count - 1)
+    fixed = 0
+    if cluster.outside_measured is None:
+        figures.append(context)
+    else:
+        # measured with more than one rank it holds the world's communicator already
+        fixed, ranks = cluster.outside_measured
+        figures = figures[1:] if ranks > 1 else figures
+    low, typical, high = (fixed + sum(f[i] for f in figures) * MIB for i in range(3))
     return typical, (low, high)
+
+
+def read_calibration(path: str | Path) -> tuple[int, int]:
+    """(bytes outside the allocator, ranks) as a run on the target machine measured them: its memory.json, or its folder.
+
+    Raises:
+        UserError: not such a file, or one of a CPU run, which has nothing outside its tensors to calibrate.
+    """
+    file = Path(path) / "memory.json" if Path(path).is_dir() else Path(path)
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"calibration {str(path)!r} can't be read: {error.strerror or error}") from None
+    except ValueError:
+        raise UserError(f"calibration {str(path)!r} is not JSON; it must be the memory.json of a run") from None
+    measured = content.get("measured") if isinstance(content, dict) else None
+    if not isinstance(measured, dict) or not isinstance(measured.get("peak_by_rank"), list) or not measured["peak_by_rank"]:
+        raise UserError(f"calibration {str(path)!r} holds no measured run; it must be the memory.json of a run")
+    outside = measured.get("outside")
+    if outside is None:
+        raise UserError(f"calibration {str(path)!r} was measured on a CPU, where nothing lies outside the allocator to calibrate")
+    if isinstance(outside, bool) or not isinstance(outside, int) or not 0 <= outside < 1 << 40:
+        raise UserError(f"calibration {str(path)!r}: measured.outside is {outside!r}; it must be a number of bytes")
+    return outside, len(measured["peak_by_rank"])

@@ -60,6 +60,9 @@ class Cluster:
         if self.gpu.memory <= 0:
             raise UserError(f"gpu-memory is {self.gpu.memory}; it must be above zero")
 
+    outside_measured: tuple[int, int] | None = None
+    """(bytes, ranks): what a run of so many ranks on these GPUs held outside the allocator; None: the table's figures hold."""
+
     @property
     def world_size(self) -> int:
         """Number of ranks."""

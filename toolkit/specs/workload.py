@@ -16,6 +16,7 @@ Optimizer = Literal["adamw", "adamw-8bit", "paged-adamw-8bit", "adafactor", "sgd
 OptimizerImpl = Literal["default", "foreach", "fused", "loop"]
 Attention = Literal["eager", "sdpa", "flash"]
 Loss = Literal["standard", "chunked", "fused"]
+Alloc = Literal["expandable", "default"]
 Task = Literal["auto", "causal-lm", "seq2seq-lm", "sequence-classification", "token-classification"]
 
 
@@ -50,6 +51,8 @@ class Workload:
     packed: bool = False
     """True: a row may hold several samples, kept apart by positions that begin anew, as the recipe packs them; for sdpa
     transformers then makes a mask."""
+    alloc: Alloc = "expandable"
+    """CUDA's caching allocator: with expandable segments, as every launch file sets it, or with fixed ones, torch's default."""
     task: Task = "auto"
     """auto: read from the architecture that the model's config names."""
     clip: float | None = None

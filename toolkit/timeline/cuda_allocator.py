@@ -39,6 +39,9 @@ class Block:
 class CachingAllocator:
     """Fixed segments, pools per stream. `reserved` and `peak` are bytes."""
 
+    splits_all = False
+    """Whether large blocks too are split down to 512 bytes."""
+
     def __init__(self) -> None:
         self.reserved = 0
         self.peak = 0
@@ -56,7 +59,7 @@ class CachingAllocator:
             block = self._segment(size, small, stream)
         block.free = False
         rest = block.size - size
-        if rest >= ROUND if small else rest > SMALL_LIMIT:
+        if rest >= ROUND if small or self.splits_all else rest > SMALL_LIMIT:
             self._split(block, size)
         return block
 
@@ -92,8 +95,8 @@ class CachingAllocator:
         at = bisect_left(pool, (block.size, block.order), key=lambda e: (e[0], e[1]))
         pool.pop(at)
 
-    def release(self, block: Block) -> None:
-        """Free a block and merge it with free neighbours."""
+    def release(self, block: Block) -> Block:
+        """Free a block and merge it with free neighbours; returns what came of it."""
         left, right = block.before, block.after
         if left is not None and left.free:
             self._take(left)
@@ -109,19 +112,61 @@ class CachingAllocator:
             if right.after is not None:
                 right.after.before = block
         self._put(block)
+        return block
+
+
+class ExpandableAllocator(CachingAllocator):
+    """expandable_segments:True: one address range per pool and stream, which grows at its end; a free block there grows into the
+    new pages (`try_allocate_expandable_block`)."""
+
+    splits_all = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._ends: dict[tuple[int, bool], Block] = {}
+
+    def _segment(self, size: int, small: bool, stream: int) -> Block:
+        end = self._ends.get((stream, small))
+        at_end = end if end is not None and end.free else None
+        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        more = -(-(size - (at_end.size if at_end else 0)) // page) * page
+        self.reserved += more
+        self.peak = max(self.peak, self.reserved)
+        if at_end is not None:
+            self._take(at_end)
+            at_end.size += more
+            return at_end
+        block = self._block(more, small, stream)
+        if end is not None:
+            end.after, block.before = block, end
+        self._ends[stream, small] = block
+        return block
+
+    def _split(self, block: Block, size: int) -> None:
+        super()._split(block, size)
+        self._note_end(block.after)
+
+    def release(self, block: Block) -> Block:
+        merged = super().release(block)
+        self._note_end(merged)
+        return merged
+
+    def _note_end(self, block: Block | None) -> None:
+        if block is not None and block.after is None:
+            self._ends[block.stream, block.small] = block
 
 
 IN_FLIGHT = 2
 """Units that FSDP lets wait for the GPU before the CPU stops: `_FreeEventQueue._max_num_inflight_all_gathers`."""
 
 
-def replay_reserved(tape: Tape) -> int:
+def replay_reserved(tape: Tape, expandable: bool = False) -> int:
     """Bytes that the allocator has reserved at most when the tape is played (all steps, the load included).
 
     The CPU is taken to run ahead of the GPU: what lags comes back only when the next block of its stream is asked for and
     `IN_FLIGHT` others wait.
     """
-    allocator = CachingAllocator()
+    allocator = ExpandableAllocator() if expandable else CachingAllocator()
     live: dict[object, list[Block]] = defaultdict(list)
     waiting: deque[list[Block]] = deque()
     streams, lagging = tape.streams, tape.lagging

@@ -147,6 +147,7 @@ class MemoryWatch:
             "resident_by_category": resident_by_category(model, optimizer, self.resident),
             "peak_by_phase": dict(self.by_phase),
             "steps": len(self.peaks),
+            "outside": max(highest(accelerator, outside_allocator())) if self.device == "cuda" else None,
             **self._details(by_rank.index(max(by_rank))),
         }
 
@@ -159,6 +160,15 @@ class MemoryWatch:
             return {}
         keys = ("counted", "peak", "breakdown")
         return {"worst": {"rank": worst, **found[worst]}, "ranks": [{key: detail[key] for key in keys} for detail in found]}
+
+
+def outside_allocator() -> int:
+    """Bytes of this process's GPU that are taken and not by torch's allocator: context, communicators, and whatever else runs
+    there."""
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return int(total - free - torch.cuda.memory_reserved())
 
 
 def room(device: str) -> int:
