@@ -170,11 +170,12 @@ def _rank(run: dict[str, Any], environment: dict[str, str], rank: int, port: int
 
 def arm(fault: dict[str, Any]) -> None:
     """Have `fault` happen in this process: {"point" or "seconds", and "signal", "errno" or "fill" (a file that takes the room
-    of its whole disk)}, `only` for points of that name."""
+    of its whole disk)}, `only` for points of that name; or {"count"}, a file that gets the points passed and the seconds."""
     from toolkit.training import step
     from toolkit.training.state import store
 
     passed = 0
+    begun: list[float] = []
 
     def happen() -> None:
         if "errno" in fault:
@@ -189,12 +190,17 @@ def arm(fault: dict[str, Any]) -> None:
     def watched(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **options: Any) -> Any:
             nonlocal passed
-            if "only" not in fault or name in fault["only"]:
+            if name == "step" and not begun:
+                begun.append(time.monotonic())
+                if "seconds" in fault:
+                    threading.Timer(fault["seconds"], happen).start()
+            if begun and ("only" not in fault or name in fault["only"]):
                 passed += 1
+                if "count" in fault:
+                    with Path(fault["count"]).open("w") as file:
+                        file.write(f"{passed} {time.monotonic() - begun[0]}")
                 if passed == fault.get("point"):
                     happen()
-            if name == "step" and "seconds" in fault and passed == 1:
-                threading.Timer(fault["seconds"], happen).start()
             return function(*args, **options)
 
         return call
