@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ import pytest
 import torch
 
 from toolkit.errors import UserError
-from toolkit.training.checkpoint import Checkpoints, Identity, Progress, is_complete
+from toolkit.training.checkpoint import Checkpoints, NotSaved, is_complete
 from toolkit.training.config import TrainConfig
+from toolkit.training.identity import Identity, Progress
 from toolkit.training.run_folder import check_room
 
 IDENTITY = Identity(strategy="single", processes=1, method="full", optimizer="adamw", data="abc", rows=8)
@@ -144,3 +146,63 @@ def test_room_is_asked_for_what_the_run_writes(make_config: Callable[..., TrainC
         check_room(make_config(), enormous, enormous)
     check_room(make_config(export=False), enormous, enormous)
     check_room(make_config(checkpoint_every=1), 1000, 1000)
+
+
+def test_a_save_in_the_background_holds_what_was_when_it_began(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    model, optimizer = trained
+    update(model, optimizer)
+    apart, together = make(accelerator, tmp_path / "apart"), make(accelerator, tmp_path / "together")
+    apart.mode = "async"
+    together.save(Progress(step=1))
+    for step in (1, 2):  # The second reuses the memory of the first.
+        assert apart.save(Progress(step=step)) is None
+        update(model, optimizer)
+        assert apart.newest() is None or step == 2
+        if step == 1:
+            apart.advance(1)
+            assert apart.newest() is None  # A rank is still writing, by what was told.
+            assert apart.wait() is None
+    assert apart.wait() is None and apart.saved == 2
+    files = [(checkpoints.folder / "step-00000001" / "rank-00000-000.safetensors") for checkpoints in (apart, together)]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    later = apart.folder / "step-00000002" / files[0].name
+    assert later.read_bytes() != files[0].read_bytes() and later.stat().st_size == files[0].stat().st_size
+
+
+def test_a_failed_save_in_the_background_is_told_at_a_boundary(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    checkpoints.mode, checkpoints.on_error = "async", "stop"
+    checkpoints.folder.mkdir()
+    (checkpoints.folder / "step-00000001").write_text("a file where the folder should be", encoding="utf-8")
+    assert checkpoints.save(Progress(step=1)) is None
+    with pytest.raises(NotSaved, match=r"no checkpoint at step 1 \(NotADirectoryError.*the last good one is None"):
+        while True:
+            checkpoints.advance(int(checkpoints.busy))
+    assert checkpoints.wait() is None and not checkpoints.busy
+
+
+def test_another_tokenizer_is_refused_by_name_and_an_unknown_one_is_not(accelerator: Any, trained: Any, tmp_path: Path) -> None:
+    make(accelerator, tmp_path, tokenizer="a").save(Progress(step=1))
+    with pytest.raises(UserError, match="was made with another tokenizer"):
+        make(accelerator, tmp_path, tokenizer="b").find("auto")
+    assert make(accelerator, tmp_path).find("auto") is not None
+
+
+def test_a_checkpoint_tells_the_run_that_made_it_and_another_format_is_named(
+    accelerator: Any, trained: Any, tmp_path: Path
+) -> None:
+    checkpoints = make(accelerator, tmp_path)
+    checkpoints.record = {"config": {"model": "one"}, "plan": {"strategy": "single"}}
+    checkpoints.save(Progress(step=1))
+    path = checkpoints.folder / "step-00000001"
+    state = json.loads((path / "state.json").read_text(encoding="utf-8"))
+    assert state["config"] == {"model": "one"} and state["plan"] == {"strategy": "single"}
+    said: list[str] = []
+    checkpoints.say, checkpoints.record = said.append, {"config": {"model": "other"}}
+    checkpoints.load(path)
+    assert said == ["note: step-00000001 was made with model=one, this run has other: what was trained is carried over, what is "
+                    "frozen is this one's"]
+    manifest = json.loads((path / "manifest.json").read_text(encoding="utf-8"))
+    (path / "manifest.json").write_text(json.dumps({**manifest, "version": 99}), encoding="utf-8")
+    with pytest.raises(UserError, match="is in format 99, this version reads format 2; a newer version of the toolkit made it"):
+        checkpoints.find(str(path))

@@ -36,7 +36,7 @@ from toolkit.units import format_size
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-    from toolkit.training.state.share import Share
+    from toolkit.training.state.share import HostRoom, Share
 
 _SCRATCH = ".saving-"
 
@@ -64,6 +64,7 @@ class Checkpoints:
         self.say, self.record, self.mode, self.on_error = say, record or {}, mode, on_error
         self.saved: int | None = None
         """Step of the newest checkpoint that this object wrote, or went on from."""
+        self._room: HostRoom | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: tuple[Generator[Future[Any], Any, str | None], Future[Any]] | None = None
         """The stages of the save that goes on, and what runs in the background."""
@@ -177,14 +178,16 @@ class Checkpoints:
         """
         from toolkit.training.state.live import live_state
         from toolkit.training.state.scaler import scaler_state
-        from toolkit.training.state.share import Share, told
+        from toolkit.training.state.share import HostRoom, Share, told
 
         self.wait()
         self._step, scratch = progress.step, self._place(progress.step, scratch=True)
         share, own = None, self._prepare(scratch) if self.accelerator.is_main_process else None
         try:
             share = Share.of(live_state(self.accelerator), self.accelerator.process_index)
-            share = share.copied() if self.mode == "async" else share
+            if self.mode == "async":
+                self._room = self._room or HostRoom()
+                share = share.copied(self._room)
         except Exception as error:  # noqa: BLE001 - an engine whose state cannot be read trains on all the same
             own = own or told(error)
         _, problem = self._together({}, own)

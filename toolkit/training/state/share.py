@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +14,32 @@ from toolkit.training.state.live import Live
 from toolkit.training.state.rng import random_states
 from toolkit.training.state.store import Fragment, write_fragments, write_tensors
 
+_ALIGNED = 64
+"""Bytes: every tensor of a copy begins at a multiple of this."""
+
 
 def random_file(rank: int) -> str:
     """The name of a rank's random states."""
     return f"random-{rank:05d}.safetensors"
+
+
+class HostRoom:
+    """Host memory for a copy, kept from one save to the next: to get memory from the system takes longer than to fill it."""
+
+    def __init__(self) -> None:
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def copy(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors, of one dimension each, in this memory; what it held before is gone."""
+        ends = list(accumulate(-(-tensor.numel() * tensor.element_size() // _ALIGNED) * _ALIGNED for tensor in tensors))
+        if ends and ends[-1] > self._bytes.numel():
+            self._bytes = torch.empty(0, dtype=torch.uint8)  # Never both at once.
+            self._bytes = torch.empty(ends[-1], dtype=torch.uint8)
+        copies = []
+        for tensor, begin in zip(tensors, [0, *ends], strict=False):
+            place = self._bytes[begin : begin + tensor.numel() * tensor.element_size()].view(tensor.dtype)
+            copies.append(place.copy_(tensor.detach()))
+        return copies
 
 
 class Share:
@@ -32,10 +55,11 @@ class Share:
         fragments += [scalar.fragment() for scalar in live.scalars() if scalar.owner]
         return cls(rank, fragments, random_states())
 
-    def copied(self) -> Share:
-        """In host memory of its own, which training does not touch."""
-        copies = (replace(part, tensor=part.tensor.detach().to("cpu", copy=True)) for part in self.fragments)
-        return Share(self.rank, copies, self.random)
+    def copied(self, room: HostRoom) -> Share:
+        """In host memory, which training does not touch; until `room` is used again."""
+        copies = room.copy([part.tensor for part in self.fragments])
+        fragments = [replace(part, tensor=copy) for part, copy in zip(self.fragments, copies, strict=True)]
+        return Share(self.rank, fragments, self.random)
 
     def write(self, folder: Path) -> tuple[dict[str, Any], str | None]:
         """(file name to {"bytes", "xxh3"}, what went wrong)."""
