@@ -194,7 +194,7 @@ def arm(fault: dict[str, Any]) -> None:
                 begun.append(time.monotonic())
                 if "seconds" in fault:
                     threading.Timer(fault["seconds"], happen).start()
-            if begun and ("only" not in fault or name in fault["only"]):
+            if name in fault["only"] if "only" in fault else begun:
                 passed += 1
                 if "count" in fault:
                     with Path(fault["count"]).open("w") as file:
