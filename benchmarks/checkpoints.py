@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import socket
 import statistics
@@ -32,6 +33,7 @@ LARGE = {"vocab_size": 16000, "hidden_size": 768, "intermediate_size": 2048, "nu
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2, "tie_word_embeddings": True}  # fmt: skip
 TOLERANCE = 1e-5
+_RAISED = re.compile(r"\b\w+(Error|Exception)\b(:|$)")
 
 
 def launch(engine: str, processes: int, timeout: int = 600, **spec: Any) -> dict[str, Any] | str:
@@ -53,9 +55,8 @@ def launch(engine: str, processes: int, timeout: int = 600, **spec: Any) -> dict
     except subprocess.TimeoutExpired:
         return f"nothing within {timeout} s"
     if done.returncode or not answer.is_file():
-        lines = [line for line in done.stderr.splitlines() if line.strip()]
-        told = [line.split("]:", 1)[-1].strip() for line in lines if "Error" in line and "ChildFailed" not in line]
-        return (told or lines or ["no answer"])[-1][:200]
+        told = [line for line in done.stderr.splitlines() if _RAISED.search(line) and "subprocess." not in line]
+        return (told or ["no answer"])[0].split("]:", 1)[-1].strip().replace(str(Path(spec["folder"]).parent), "...")[:140]
     return dict(json.loads(answer.read_text()))
 
 

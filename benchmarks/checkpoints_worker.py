@@ -14,6 +14,7 @@ from typing import Any
 
 BLOCK = 64 << 20
 STEPS = 3
+CLIP = 1.0
 
 
 class Trainer:
@@ -30,7 +31,7 @@ class Trainer:
         self.folder, self.rows, self.length = Path(spec["folder"]), rows, length
         world = int(os.environ.get("WORLD_SIZE", "1"))
         config = from_mapping({"model": "m", "data": "d", "output": str(self.folder), "max_steps": 1, "precision": "fp32",
-                               "micro_batch": rows // world, "clip": 1.0})  # fmt: skip
+                               "micro_batch": rows // world, "clip": CLIP})  # fmt: skip
         self.accelerator = build_accelerator(config)
         torch.manual_seed(0)
         with without_sharded_init(self.accelerator):
@@ -50,6 +51,7 @@ class Trainer:
             ids = torch.randint(self.vocabulary, (self.rows, self.length))[rank :: world]
             loss = self.model(input_ids=ids, labels=ids).loss
             self.accelerator.backward(loss)
+            self.accelerator.clip_grad_norm_(self.model.parameters(), CLIP)  # DeepSpeed clips by itself.
             self.optimizer.step()
             self.optimizer.zero_grad()
             losses.append(float(self.accelerator.reduce(loss.detach().float(), "mean")))
