@@ -159,6 +159,23 @@ def test_what_goes_wrong_half_way_leaves_nothing(
         hold(saved.checkpoint)
 
 
+def test_contents_that_are_not_what_was_written_become_no_model(
+    save: Save, tiny_model: Path, tokenizer: Any
+) -> None:
+    saved = save(tiny_model, tokenizer)
+    file = saved.checkpoint / "rank-00000-000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-7] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(UserError, match="the contents of .*rank-00000-000.safetensors are not what was written"):
+        hold(saved.run)
+    manifest = json.loads((saved.checkpoint / "manifest.json").read_text())
+    manifest["files"]["../../other"] = {"bytes": 1, "xxh3": ""}
+    (saved.checkpoint / "manifest.json").write_text(json.dumps(manifest))
+    with pytest.raises(UserError, match=r"names \.\./\.\./other, which is not in the checkpoint"):
+        hold(saved.checkpoint)
+
+
 def test_the_folder_around_and_the_folder_inside_mean_the_checkpoint(
     save: Save, tiny_model: Path, tokenizer: Any, tmp_path: Path
 ) -> None:

@@ -41,6 +41,8 @@ def write_universal(held: Held, groups: list[Group], folder: Path) -> None:
     for (kind, name), tensor in held.tensors.items():
         if kind == "buffers":
             continue
+        if Path(name).name != name:
+            raise UserError(f"{held.path}: {name} cannot be the name of a folder, as this format needs")
         place = tag / "zero" / name
         place.mkdir(parents=True, exist_ok=True)
         whole = tensor.whole()

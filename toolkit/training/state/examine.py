@@ -12,7 +12,7 @@ from toolkit.training.convert.held import Held
 from toolkit.training.convert.kinds import FORMATS, OTHERS, find
 from toolkit.training.convert.read import hold
 from toolkit.training.state.live import difference
-from toolkit.training.state.manifest import damage, read_manifest, read_state
+from toolkit.training.state.manifest import read_manifest, read_state
 from toolkit.training.state.store import Reader
 
 _SHOWN = ("model", "method", "optimizer", "precision", "learning_rate", "schedule", "seq_len", "micro_batch", "accumulate")
@@ -29,7 +29,7 @@ def inspect(path: Path) -> dict[str, Any]:
     if kind in OTHERS:
         what, way = OTHERS[kind]
         return {"schema": 1, "path": str(folder), "kind": kind, "what": what, "way": way}
-    held = hold(folder)
+    held = hold(folder, contents=False)
     found = {
         "schema": 1, "path": str(folder), "kind": kind, "what": FORMATS[kind], "step": held.step, "tokens": held.tokens,
         "kinds": _kinds(held), "bytes": sum(file.stat().st_size for file in folder.rglob("*") if file.is_file()),
@@ -83,12 +83,9 @@ def verify(path: Path) -> dict[str, Any]:
         UserError: names the first file or tensor that is not sound.
     """
     kind, folder = find(path)
-    if kind == "toolkit":
-        problem = damage(folder)
-        if problem:
-            raise UserError(problem)
-        _check_pieces(folder)
     held = hold(folder)
+    if kind == "toolkit":
+        _check_pieces(folder)
     shapes = {name: tensor.shape for name, tensor in held.of("weights").items()}
     if not shapes:
         raise UserError(f"{folder} holds no weights")

@@ -62,6 +62,8 @@ def damage(path: Path, share: tuple[int, int] = (0, 1), *, checksums: bool = Tru
         files = sorted(manifest["files"].items())
         for name, facts in files:
             file = path / name
+            if Path(name).is_absolute() or ".." in Path(name).parts:
+                return f"{path / MANIFEST} names {name}, which is not in the checkpoint"
             if not file.is_file():
                 return f"{file} is missing"
             if file.stat().st_size != facts["bytes"]:
