@@ -136,6 +136,9 @@ class TrainConfig:
     on_oom: Literal["stop", "shrink"] = "stop"
     """When a rank is out of memory: stop with an explanation, or begin anew on all ranks with half the micro-batch and twice the
     accumulation, from the last checkpoint, down to one row."""
+    memory_snapshot: bool = False
+    """Keep the CUDA allocator's history, and leave it as a snapshot for PyTorch's viewer when a rank is out of memory. It costs
+    some speed; a CPU has none."""
     profile: bool = True
     """Tell memory apart by phase, and print predicted against measured after the third step."""
     timeout_minutes: float = 60.0

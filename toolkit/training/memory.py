@@ -13,6 +13,7 @@ from toolkit.profiling.holdings import resident_by_category
 from toolkit.profiling.killed import first_of_node
 from toolkit.profiling.oom import host_memory
 from toolkit.profiling.record import StepRecord
+from toolkit.profiling.snapshot import keep_history
 from toolkit.profiling.trend import gap_line, rise_line, rise_per_step
 from toolkit.training.heartbeat import write_line
 from toolkit.training.metrics import Log
@@ -57,6 +58,9 @@ class MemoryWatch:
         """Of the step that was recorded: see `toolkit.profiling.breakdown.Breakdown`."""
         self._record: StepRecord | None = None
         self._recording = False
+        self._hooks: list[Any] = []
+        self.history = False
+        """Whether the allocator's history is kept for a snapshot; a record ends it."""
         self._held: deque[int] = deque(maxlen=RISING_STEPS)
         """Between the last steps."""
         self._warned: set[str] = set()
@@ -69,10 +73,18 @@ class MemoryWatch:
         self.model = model
         if StepRecord.possible(self.counter.kind):
             self._record = StepRecord(model, optimizer, self.device)
-        model.register_forward_pre_hook(lambda *_: self._enter("forward"))
-        model.register_forward_hook(lambda *_: self._enter("backward"))
-        register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer"))
-        register_optimizer_step_post_hook(lambda *_: self._enter("between"))
+        self._hooks = [
+            model.register_forward_pre_hook(lambda *_: self._enter("forward")),
+            model.register_forward_hook(lambda *_: self._enter("backward")),
+            register_optimizer_step_pre_hook(lambda *_: self._enter("optimizer")),
+            register_optimizer_step_post_hook(lambda *_: self._enter("between")),
+        ]
+
+    def leave(self) -> None:
+        """Tell no phases apart any more."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
 
     def _enter(self, phase: str) -> None:
         self._settle()
@@ -130,6 +142,8 @@ class MemoryWatch:
             found = self._record.end()
             self.detail = {"step": len(self.peaks), "counted": self.highest, **found.to_json()} if found is not None else {}
             self._record, self._recording = None, False
+            if self.history:
+                keep_history(self.device)
         return self.peaks[-1]
 
     def measured(self, accelerator: Accelerator, model: Any, optimizer: Any) -> dict[str, Any]:

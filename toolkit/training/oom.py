@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toolkit.profiling.oom import PostMortem, examine, is_out_of_memory
+from toolkit.profiling.snapshot import VIEWER, dump_snapshot, keep_history
 from toolkit.training.accelerator import launch_file
 from toolkit.training.lighter import Lighter, lighter_or_none
 from toolkit.training.run_folder import write_json
@@ -25,7 +26,12 @@ LESS = 0.9
 def explain_out_of_memory(preflight: Preflight, memory: MemoryWatch) -> None:
     """From here on a failed allocation of this process is explained instead of shown as a traceback; with `on_oom: shrink` the
     run begins anew with a smaller micro-batch where that can help."""
-    shrink = Shrink(preflight.config) if preflight.config.on_oom == "shrink" else None
+    config = preflight.config
+    shrink = Shrink(config) if config.on_oom == "shrink" else None
+    memory.history = config.memory_snapshot and keep_history(memory.device)
+    if config.memory_snapshot and not memory.history:
+        preflight.log.say("note: memory_snapshot has no effect on a CPU, whose allocator keeps no history; memory.json has the "
+                          "peak by category, phase and module")
 
     def explain(error: BaseException) -> tuple[str, list[str]]:
         line, lines, found = _state(error, preflight, memory)
@@ -55,11 +61,15 @@ def _state(error: BaseException, preflight: Preflight, memory: MemoryWatch) -> t
     if memory.phase == "between":
         where = f"step {len(memory.peaks) + 1}"
     _keep(Path(preflight.config.output), {"where": where, "rank": rank(), "predicted": preflight.figures, **found.to_json()})
+    details = [*found.lines(), *_predicted(preflight, memory)]
+    snapshot = dump_snapshot(Path(preflight.config.output), rank()) if memory.history else None
+    if snapshot is not None:
+        details.append(f"  snapshot      {snapshot}: open it at {VIEWER}")
     asked = f", {format_size(found.asked)} more were asked for" if found.asked else ""
     at = f" ({found.module})" if found.module else ""
     who = f" on rank {rank()} of {world_size()}" if world_size() > 1 else ""
     line = f"out of memory{who} in {where}{at}: {format_size(found.allocated)} of tensors were alive{asked}"
-    return line, [*found.lines(), *_predicted(preflight, memory)], found
+    return line, details, found
 
 
 def _no_help(shrink: Shrink, memory: MemoryWatch, preflight: Preflight) -> str:
