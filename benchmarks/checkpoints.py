@@ -27,7 +27,7 @@ RESULTS = HERE / "results" / "checkpoints.json"
 ENGINES = ("ddp", "fsdp", "zero2", "zero3")
 TARGETS = (("single", 1), *((engine, 2) for engine in ENGINES), *((engine, 1) for engine in ("fsdp", "zero2", "zero3")))
 """(engine, processes) that go on from each checkpoint of two processes."""
-ROUNDS = 5
+ROUNDS = 4
 LARGE = {"vocab_size": 16000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 6, "num_attention_heads": 12,
          "num_key_value_heads": 12, "tie_word_embeddings": True}  # fmt: skip
 SMALL = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
