@@ -16,6 +16,7 @@ import yaml
 
 from toolkit.errors import UserError, nearest
 from toolkit.specs import Cluster, DdpSettings, FsdpSettings, Plan, Workload, ZeroSettings
+from toolkit.strategies import exclusions
 from toolkit.strategies.base import Family, Found, LaunchFiles, StrategyInfo, launch_environment
 from toolkit.strategies.ddp import launch as ddp
 from toolkit.strategies.fsdp import launch as fsdp
@@ -92,8 +93,7 @@ def check_plan(plan: Plan, workload: Workload, cluster: Cluster) -> None:
     for name, default in _OWN_SETTINGS.items():
         if name != info.family and getattr(plan, name) != default:
             raise UserError(f"settings of {name} and strategy {plan.strategy} exclude each other")
-    if workload.method == "qlora" and cluster.gpu.is_cpu:
-        raise UserError("method qlora and gpu cpu exclude each other: the 4-bit kernels need a GPU; use lora")
+    exclusions.check(plan, workload, cluster)
     parallel.check(plan, workload, cluster, info.axes)
     family_of(plan).check(plan, workload, cluster)
 

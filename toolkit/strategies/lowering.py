@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from toolkit.specs import Cluster, Plan, Workload
+from toolkit.strategies import exclusions
 from toolkit.timeline.kernels import blas_workspaces
 from toolkit.timeline.optimizers import Impl, OptimizerTensor, default_impl, play_step, state_bytes
 from toolkit.timeline.tape import Chunk, Program, Tape
@@ -108,7 +109,7 @@ class Engine:
 
     def notes(self) -> list[str]:
         """What the estimate assumes, one sentence each."""
-        return list(self.trace.notes)
+        return [*self.trace.notes, *exclusions.warnings(self.workload, self.cluster)]
 
     # -- the optimizer -----------------------------------------------------------------------------------------
 
