@@ -277,7 +277,7 @@ def _host(engine: Engine, cluster: Cluster) -> HostMemory:
     """Host memory of a node. torch's pinned allocator rounds every block up to a power of two
     (ATen/core/CachingHostAllocator.h)."""
     ranks = cluster.gpus_per_node
-    pinned = sum(1 << (size - 1).bit_length() for size in engine.host.pinned if size > 0)
+    pinned = sum(1 << (size - 1).bit_length() for size in engine.host.pinned if size > 0) + engine.host.locked
     steady = engine.host.plain + pinned
     peak = ranks * max(engine.host.load, steady) if not cluster.gpu.is_cpu else ranks * steady
     capacity = cluster.host_memory

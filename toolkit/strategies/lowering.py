@@ -30,6 +30,8 @@ class HostUse:
     plain: int = 0
     pinned: list[int] = field(default_factory=list)
     """Sizes of pinned blocks before rounding."""
+    locked: int = 0
+    """Page-locked by another allocator than torch's, which does not round."""
     nvme: int = 0
     load: int = 0
     """While the model is loaded."""

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from toolkit.specs import Cluster, Plan, Workload
 from toolkit.strategies.zero.launch import persistence
 from toolkit.strategies.zero.memory import ZeroEngine
+from toolkit.strategies.zero.nvme import Partition, place_optimizer, place_parameters
 from toolkit.timeline.optimizers import OptimizerTensor, play_step, state_bytes
 from toolkit.timeline.tape import Tape
 from toolkit.timeline.trace import Mark, ModelTrace, ParameterInfo
@@ -99,15 +100,22 @@ class Zero3Engine(ZeroEngine):
         frozen = sum(self.part(p) * self.size_of(p) for p in self.trace.parameters if not p.trainable)
         weights = trainable * self.weight_size
         host = self.device != "cpu"
-        if self.param_offload and host:
+        swap = host and self.plan.offload_to == "nvme"
+        if self.param_offload and swap:
+            place_parameters(self.host, *self._partitions())
+        elif self.param_offload and host:
             self.host.pinned.append(weights) if self.settings.pin_memory else None
             self.host.plain += frozen + (0 if self.settings.pin_memory else weights)
         else:
             tape.alloc("partitions", weights, "parameters", "parameter partitions")
             tape.alloc("frozen", frozen, "parameters", "frozen parameter partitions")
         if self.offload and host:
-            pinned = [trainable * self.accumulation_size, trainable * 4]
-            if self.settings.pin_memory:
+            pinned = [trainable * self.accumulation_size, 0 if swap else trainable * 4]
+            if swap:
+                self._place(self.host.pinned if self.settings.pin_memory else None, pinned[0])
+                kept, _ = state_bytes(self.workload.optimizer, OptimizerTensor(4096, 4, (4096,)), "cpu", self.impl)
+                place_optimizer(self.host, self.sub_groups(), kept // (4096 * 4))
+            elif self.settings.pin_memory:
                 self.host.pinned += pinned
                 self.host.plain += trainable * 12
             else:
@@ -118,6 +126,30 @@ class Zero3Engine(ZeroEngine):
         tape.alloc("bucket", self.bucket_size * self.weight_size, "communication", "reduce bucket")
         tape.alloc("buffers", self.buffers_size(), "parameters", "buffers")
         tape.alloc("batch", self.trace.batch, "activations", "inputs")
+
+    def _place(self, pinned: list[int] | None, nbytes: int) -> None:
+        if pinned is None:
+            self.host.plain += nbytes
+        else:
+            pinned.append(nbytes)
+
+    def _partitions(self) -> tuple[list[Partition], list[Partition]]:
+        """All parameters as partitions, and those of the sub-group that holds most."""
+        every = [Partition(p.numel, self.part(p), self.size_of(p), p.trainable) for p in self.trace.parameters]
+        groups, count, limit = [[]], 0, int(self.settings.sub_group_size or 10**9)  # type: list[list[Partition]], int, int
+        for one in (p for p in every if p.trainable):
+            groups[-1].append(one)
+            count += one.part
+            if count >= limit:
+                groups.append([])
+                count = 0
+        return every, max(groups, key=lambda group: sum(p.part for p in group))
+
+    def notes(self) -> list[str]:
+        found = super().notes()
+        if self.plan.offload != "none" and self.plan.offload_to == "nvme" and self.device == "cpu":
+            found.append("on a CPU what goes to NVMe is counted as if it stayed in memory")
+        return found
 
     # -- gathering ---------------------------------------------------------------------------------------------
 
