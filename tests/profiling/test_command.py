@@ -113,6 +113,25 @@ def test_another_sitecustomize_still_runs(profile: Profile, script: Any, tmp_pat
     assert status == 0 and found["steps"] == 2
 
 
+def test_processes_that_the_command_starts_are_reported_each(profile: Profile, tmp_path: Path) -> None:
+    code = """
+import subprocess, sys
+if len(sys.argv) == 1:
+    sys.exit(max(p.wait() for p in [subprocess.Popen([sys.executable, __file__, str(n)]) for n in (1, 3)]))
+import torch
+model = torch.nn.Linear(100 * int(sys.argv[1]), 100)
+optimizer = torch.optim.AdamW(model.parameters())
+for _ in range(4):
+    model(torch.ones(5, model.in_features)).sum().backward()
+    optimizer.step()
+"""
+    (tmp_path / "spawns.py").write_text(code, encoding="utf-8")
+    status, found, err = profile(sys.executable, tmp_path / "spawns.py")
+    assert status == 0, err
+    large, small = found["ranks"]
+    assert large["steps"] == small["steps"] == 4 and large["peak"] > 2 * small["peak"] and large["pid"] != small["pid"]
+
+
 def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
     lines = [{"start": 1, "rank": 3}, {"step": 1, "peak": 10, "live": 4, "counter": "cuda"}]
     (tmp_path / "77.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 2, "pe', encoding="utf-8")

@@ -197,6 +197,17 @@ def test_a_broken_part_is_named_and_the_rest_is_shown(run_folder: Path, tmp_path
     assert "memory.json: it is not JSON" in found.text and "Peak of each step" in found.text
 
 
+@pytest.mark.parametrize(("memory", "named"), [
+    ({"predicted": 5, "measured": [1]}, "was it written by another version?"),
+    ({"predicted": {"breakdown": {"x": 1}}, "measured": {"peak": 1, "worst": {"breakdown": {}}}}, "can't be read (KeyError"),
+])  # fmt: skip
+def test_a_record_of_another_version_costs_its_part_alone(memory: Any, named: str, run_folder: Path, tmp_path: Path) -> None:
+    (run_folder / "memory.json").write_text(json.dumps(memory), encoding="utf-8")
+    assert toolkit("report", run_folder, "--html", tmp_path / "out.html") == 0
+    found = elements(tmp_path / "out.html")
+    assert named in found.text and "Peak of each step" in found.text
+
+
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))),
                os.environ.get("TOOLKIT_TEST_BROWSER"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
+from collections.abc import Callable
 from dataclasses import replace
 from html import escape
 from pathlib import Path
@@ -69,12 +70,11 @@ def add_page(result: Recommendation, folder: Path) -> tuple[Recommendation, dict
 def page(source: Source) -> str:
     """The page's text."""
     title, lead = _headline(source)
-    sections = [(_failed(source), "failed", "Out of memory"), (_plans(source), "plans", "Memory by plan"),
-                (_profile(source), "profile", "Memory by rank"),
-                (_timeline(source), "time", "Two steps, allocation by allocation"),
-                (_measured(source), "measured", "Predicted and measured"), (_peaks(source), "peaks", "Peak of each step"),
-                (_scaling(source), "scaling", "Throughput from one GPU to many"),
-                (_commands(source), "commands", "How to run it"), (_notes(source), "notes", "Left out")]
+    parts = [(_failed, "failed", "Out of memory"), (_plans, "plans", "Memory by plan"), (_profile, "profile", "Memory by rank"),
+             (_timeline, "time", "Two steps, allocation by allocation"), (_measured, "measured", "Predicted and measured"),
+             (_peaks, "peaks", "Peak of each step"), (_scaling, "scaling", "Throughput from one GPU to many"),
+             (_commands, "commands", "How to run it"), (_notes, "notes", "Left out")]
+    sections = [(_part(source, make, heading), name, heading) for make, name, heading in parts]
     body = "".join(f'<section aria-labelledby="{name}"><h2 id="{name}">{heading}</h2>{content}</section>'
                    for content, name, heading in sections if content)
     return (
@@ -82,6 +82,16 @@ def page(source: Source) -> str:
         f'initial-scale=1"><meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
         f'<title>{escape(title)}</title><style>{CSS}</style></head><body><a class="skip" href="#content">To the content</a>'
         f'<header><h1>{escape(title)}</h1>{lead}</header><main id="content">{body}</main><script>{JS}</script></body></html>\n')
+
+
+def _part(source: Source, make: Callable[[Source], str], heading: str) -> str:
+    """A section, or nothing and a note: what a file of another version lacks must not cost the rest of the page."""
+    try:
+        return make(source)
+    except (KeyError, TypeError, AttributeError, ValueError, IndexError) as error:
+        source.notes.append(f"{heading}: its data can't be read ({type(error).__name__}: {error}); was it written by another "
+                            "version?")
+        return ""
 
 
 def _headline(source: Source) -> tuple[str, str]:
@@ -171,9 +181,17 @@ def _measured(source: Source) -> str:
         out += table("Measured peak by phase", ["phase", "peak"], by_phase)
     if len(by_rank) > 1:
         out += table("Peak by rank", ["rank", "peak"], by_rank)
+    out += _by_phase((measured.get("worst") or {}).get("by_phase") or {})
     kind = {"cuda": "the CUDA allocator's own count", "allocations": "every tensor allocation, counted",
             "rss": "the resident set of the process, which holds the libraries too"}.get(measured.get("counter", ""))
     return out + (f'<p class="dim">Measured is {kind}.</p>' if kind else "")
+
+
+def _by_phase(found: dict[str, dict[str, int]]) -> str:
+    """What was alive at the highest point of each phase of the recorded step."""
+    names = [name for name in next(iter(found.values()), {}) if any(split.get(name) for split in found.values())]
+    rows = [[name.replace("_", " "), *(format_size(split.get(name, 0)) for split in found.values())] for name in names]
+    return table("The recorded step, at the highest point of each phase", ["category", *found], rows) if rows else ""
 
 
 def _failed(source: Source) -> str:

@@ -98,6 +98,9 @@ def _folder(path: Path) -> Source:
                 found.profile = _json(path / name, name)
             else:
                 found.memory = _json(path / name, name)
+                if not all(isinstance(found.memory.get(key) or {}, dict) for key in ("predicted", "measured")):
+                    found.memory = None
+                    raise UserError(f"{path / name}: predicted and measured are no objects; was it written by another version?")
         except UserError as error:
             found.notes.append(str(error).removeprefix("report "))
     _model_beside(found, path)
