@@ -121,6 +121,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
     dropout = float(stated[1]) if stated else 0.05 if re.search("litgpt|qwen readme", source) and method != "full" else 0.0
     litgpt = "litgpt" in source
     adapted = ",".join(p for p in "qkv" if re.search(rf"targets=\S*\b{p}\b", task))
+    names_logits = _names_logits(source, row["software"], loss_code)
     peft = any(s in source for s in _HUGGING_FACE) and "answer" not in source
     return Variant(
         quantization=quantization,  # type: ignore[arg-type]
@@ -128,7 +129,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         adapter_dropout=dropout,
         packs_head=litgpt,
         unpacks_twice=litgpt,
-        fp32_output=litgpt,
+        fp32_output=litgpt or names_logits,
         # its resource tables run the longest sample first, so that no other is there
         graph_stays=litgpt and "is run first" not in row["notes"],
         fused_qkv=(adapted or "none") if litgpt else "",
@@ -150,7 +151,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
         # own option wrap the layer inside the unit
         reentrant=bool(re.search(r"^fms|^peft|factory", source)),
-        keep_logits="cookbook" in source and "not kept" not in row["notes"] or litgpt,
+        keep_logits="cookbook" in source and "not kept" not in row["notes"] or litgpt or names_logits,
         optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
         every_second_matmul="torchtitan" in source,
         expert_loop="mixtral" in row["model"].lower(),
@@ -159,6 +160,15 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         reduce_fp32="fp32 reduce" in precision,
         frozen_stays=bool(re.search(r"torch (1\.|2\.0)", row["software"].lower())),
     )  # fmt: skip
+
+
+def _names_logits(source: str, software: str, loss_code: str) -> bool:
+    """Models that made logits fp32 in loops that named them while backward ran: torchtitan before #391 (2024-06-12), torchtune
+    before #1235 (2024-07-27)."""
+    dated = re.search(r"(20\d\d-\d\d)", software)
+    if "torchtune" in source:
+        return loss_code != "pieces"
+    return "torchtitan" in source and dated is not None and dated[1] < "2024-06"
 
 
 def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
