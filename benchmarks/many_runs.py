@@ -28,7 +28,7 @@ from types import TracebackType
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-GRACE = 20.0
+GRACE = 60.0
 """Seconds after the end of a rank in which the others must have ended by themselves; then they count as hung."""
 
 
