@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from tests.profiling.test_counter import counted
 from toolkit.profiling.breakdown import CATEGORIES, Event, Label, Place, before, break_down
-from toolkit.profiling.record import cuda_events, plain_path
+from toolkit.profiling.record import StepRecord, cuda_events, plain_path
 
 PLACES = [
     Place("between", "", False), Place("between", "", False), Place("forward", "layer", False), Place("forward", "head", True),
@@ -64,6 +66,13 @@ def test_the_history_of_cuda_reads_the_same() -> None:
 def test_paths_read_as_in_the_model_itself() -> None:
     assert plain_path("module._orig_mod.model.layers.0._checkpoint_wrapped_module.mlp") == "model.layers.0.mlp"
     assert plain_path("module.base_model.model.model.norm") == "model.norm" and plain_path("module") == ""
+
+
+def test_a_compiled_model_is_left_alone() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    assert StepRecord.possible("allocations", model) and not StepRecord.possible("rss", model)
+    model[0].compile()
+    assert not StepRecord.possible("cuda", model)
 
 
 def test_a_real_step_is_split_to_the_byte(tmp_path: Path) -> None:

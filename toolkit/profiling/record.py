@@ -48,9 +48,10 @@ class StepRecord:
         self._in_backward = self._buffers_seen = False
 
     @staticmethod
-    def possible(counter: str) -> bool:
-        """Whether births and deaths can be recorded under this kind of counter."""
-        return counter in ("allocations", "cuda")
+    def possible(counter: str, model: Any) -> bool:
+        """Whether births and deaths can be recorded under this counter. Hooks would have a compiled model compiled anew."""
+        compiled = any(getattr(module, "_compiled_call_impl", None) or hasattr(module, "_orig_mod") for module in model.modules())
+        return counter in ("allocations", "cuda") and not compiled
 
     def begin(self) -> None:
         """Put the hooks on and start."""

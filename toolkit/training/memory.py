@@ -71,7 +71,7 @@ class MemoryWatch:
         from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
         self.model = model
-        if StepRecord.possible(self.counter.kind):
+        if StepRecord.possible(self.counter.kind, model):
             self._record = StepRecord(model, optimizer, self.device)
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._enter("forward")),
