@@ -149,6 +149,8 @@ def build_meta(spec: ModelSpec, workload: Workload, attention: str) -> tuple[nn.
         config.use_cache = False
     dtype = torch.float32 if workload.loaded_dtype == "fp32" else torch.bfloat16
     auto = getattr(transformers, AUTO_CLASSES[kind])
+    if spec.text_config is not spec.config and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        return _text_of_multimodal(spec, dtype, attention), config, kind
     with _quiet(), torch.device("meta"):
         try:
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
@@ -159,6 +161,25 @@ def build_meta(spec: ModelSpec, workload: Workload, attention: str) -> tuple[nn.
             # As transformers does when no implementation is asked for: eager where the model has no other.
             model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
     return model, model.config, kind
+
+
+def _text_of_multimodal(spec: ModelSpec, dtype: torch.dtype, attention: str) -> nn.Module:
+    """The text model of a family that transformers builds only whole (Qwen2-VL): what sees pictures or sound is left out."""
+    import torch
+    import transformers
+
+    values = {key: value for key, value in spec.config.items() if key not in ("model_type", "transformers_version")}
+    with _quiet(), torch.device("meta"):
+        try:
+            whole = transformers.AutoConfig.for_model(str(spec.config["model_type"]), **values)
+            model = transformers.AutoModelForImageTextToText.from_config(whole, dtype=dtype, attn_implementation=attention)
+            inner = model.model
+            others = [name for name, part in inner.named_children() if part is not inner.language_model]
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise UserError(f"{spec.name}: its text model can't be built alone ({' '.join(str(error).split())[:160]})") from None
+    for name in others:
+        setattr(inner, name, None)
+    return model
 
 
 def _signature(layer: nn.Module) -> tuple[Any, ...]:
