@@ -160,6 +160,17 @@ IN_FLIGHT = 2
 """Units that FSDP lets wait for the GPU before the CPU stops: `_FreeEventQueue._max_num_inflight_all_gathers`."""
 
 
+def _dying(live: dict[object, list[tuple[int, Block]]], key: object, nbytes: int) -> list[Block]:
+    """The blocks that a free of `nbytes` gives back: all of a name, or the one of that size where a name was born twice."""
+    held = live.get(key, [])
+    one = next((pair for pair in held if pair[0] == nbytes), None) if len(held) > 1 else None
+    if one is not None:
+        held.remove(one)
+        return [one[1]]
+    live.pop(key, None)
+    return [block for _, block in held]
+
+
 def replay_reserved(tape: Tape, expandable: bool = False) -> int:
     """Bytes that the allocator has reserved at most when the tape is played (all steps, the load included).
 
@@ -167,7 +178,7 @@ def replay_reserved(tape: Tape, expandable: bool = False) -> int:
     `IN_FLIGHT` others wait.
     """
     allocator = ExpandableAllocator() if expandable else CachingAllocator()
-    live: dict[object, list[Block]] = defaultdict(list)
+    live: dict[object, list[tuple[int, Block]]] = defaultdict(list)
     waiting: deque[list[Block]] = deque()
     streams, lagging = tape.streams, tape.lagging
     for i, (delta, key) in enumerate(zip(tape.deltas, tape.keys, strict=True)):
@@ -176,11 +187,9 @@ def replay_reserved(tape: Tape, expandable: bool = False) -> int:
             while stream and len(waiting) >= IN_FLIGHT:
                 for block in waiting.popleft():
                     allocator.release(block)
-            live[key].append(allocator.malloc(delta, stream))
+            live[key].append((delta, allocator.malloc(delta, stream)))
             continue
-        blocks = live.pop(key, None)
-        if blocks is None:
-            continue
+        blocks = _dying(live, key, -delta)
         if i in lagging:
             waiting.append(blocks)
             continue
