@@ -161,8 +161,7 @@ def _rank(row: dict[str, Any], out: Path) -> None:
     batch = {"input_ids": torch.randint(0, vocab, (row["micro_batch"], length))}
     batch["labels"] = batch["input_ids"]
     if row["sp"] > 1:
-        positions = torch.arange(length) + length * accelerator.process_index
-        batch["position_ids"] = positions.repeat(row["micro_batch"], 1)
+        batch["position_ids"] = (torch.arange(length) + length * accelerator.process_index).repeat(row["micro_batch"], 1)
     resident, peaks = [], []
     for _ in range(STEPS):
         gc.collect()
