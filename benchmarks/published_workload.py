@@ -8,6 +8,7 @@ from typing import Any
 from published_rows import Case, NotExpressible, Row, _number, _strategy, cluster_of, metric_of, spec_of
 
 from toolkit.specs import ModelSpec, Variant, Workload
+from toolkit.strategies.exclusions import TORCH_FUSED, WITHOUT_BF16
 
 _TARGETS: dict[str, dict[str, str]] = {
     "llama": {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "o_proj", "up": "up_proj", "gate": "gate_proj",
@@ -178,6 +179,15 @@ def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
     return loss_code == "pieces" or ("torchtitan" in source and dated is not None and dated[1] >= "2025-04")
 
 
+def _expandable(row: Row) -> bool:
+    """Whether the run's launcher set expandable segments: run_llama_train.sh and run_train.sh of torchtitan (from mid 2024 on),
+    axolotl's command line (its #1755, 2024-07), projects/sequence-parallelism/README.md of ArcticTraining."""
+    source, software = row["source"].lower(), row["software"].lower()
+    dated = re.search(r"20\d\d-\d\d", software)
+    titan = "torchtitan" in source and dated is not None and dated[0] >= "2024-07"
+    return titan or source.startswith(("axolotl", "arctic")) or "expandable" in row["notes"].lower()
+
+
 def _eager_modules(software: str) -> bool:
     """Whether the run's CUDA loaded all kernels at start: before 12.2, so torch before 2.2 or so."""
     text = software.lower()
@@ -226,18 +236,23 @@ def case_of(row: Row) -> Case:
     # foreach is torch's default on CUDA from 2.0 on; llm-foundry's DecoupledAdamW loops
     old = re.search(r"torch 1\.|\b202[012]\b|4\.1x", row["software"].lower())
     loops = old or "decoupled" in row["optimizer"].lower()
-    impl = "fused" if fused else "loop" if loops else "default"
+    optimizer = _optimizer(row)
+    # DeepSpeed's CPU Adam and bitsandbytes' optimizers have one form
+    one_form = optimizer not in TORCH_FUSED or (plan.offload != "none" and plan.strategy.startswith("zero"))
+    impl = "default" if one_form else "fused" if fused else "loop" if loops else "default"
+    # DeepSpeed's own kernels and flash-attn 1 on Turing and Volta save what torch's memory-efficient kernel does
+    flash = "flash" in attention and cluster.gpu.architecture not in WITHOUT_BF16
     # rows that are padded come with a mask, which sdpa then takes; the trace makes one for a packed row
     options: dict[str, Any] = {"packed": bool(re.search("peft method|liger", row["source"].lower())),
-                               "alloc": "expandable" if "expandable" in row["notes"].lower() else "default"}
+                               "alloc": "expandable" if _expandable(row) else "default"}
     if spec.config.get("model_type") in ("bert", "deberta-v2", "roberta") or "classification" in row["task"]:
         options["task"] = "sequence-classification"
     workload = Workload(
         method=method, lora_rank=int(rank[1]) if rank else 64 if "3B_" in row["task"] else 16 if "70B" in row["task"] else 8,  # type: ignore[arg-type]
         lora_targets=_targets(row, spec) if method != "full" else "all-linear", seq_len=length, micro_batch=batch,
         accumulate=accumulate, precision=precision, weights_dtype=weights,  # type: ignore[arg-type]
-        optimizer=_optimizer(row), optimizer_impl=impl,  # type: ignore[arg-type]
-        attention="eager" if attention.startswith("eager") else "flash" if "flash" in attention else "sdpa",
+        optimizer=optimizer, optimizer_impl=impl,  # type: ignore[arg-type]
+        attention="eager" if attention.startswith("eager") else "flash" if flash else "sdpa",
         loss=loss, variant=_variant(row, method, code), **options,  # type: ignore[arg-type]
     )  # fmt: skip
     return Case(spec, workload, plan, cluster, metric)

@@ -19,7 +19,7 @@ NAMES = sorted(file.stem for file in FILES.glob("*.yaml") if not file.stem.endsw
 IN_BF16 = [name for name in NAMES if name not in ("zero1-offload-optimizer", "zero3-offload-optimizer")]
 """Those two step as zero2-offload-optimizer and zero3-offload-all do."""
 STEP_KEYS = {"step", "loss", "grad_norm", "learning_rate", "tokens", "tokens_per_second", "step_seconds", "mfu", "memory_peak"}
-RUN_FILES = {"config.yaml", "plan.json", "run.json", "metrics.jsonl", "memory.json", "export"}
+RUN_FILES = {"config.yaml", "plan.json", "run.json", "metrics.jsonl", "memory.json", "model", "export"}
 CATEGORIES = {"parameters", "gradients", "master_weights", "optimizer_states", "activations", "logits_and_loss",
               "communication", "temporaries"}  # fmt: skip
 
