@@ -24,11 +24,12 @@ env: $(VENV)/.installed ## Make the environment.
 demo: env ## Recommend a strategy for a real model, launch it, fine-tune on real text, show what came out.
 	$(BIN)/python recipes/demo.py
 
-test: env ## The whole test suite.
-	$(BIN)/python -m pytest
+test: env ## The whole test suite: side by side what starts no engine, then the engines one after the other.
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
+	$(BIN)/python -m pytest -m slow
 
 test-fast: env ## The tests that start no engine.
-	$(BIN)/python -m pytest -m 'not slow'
+	$(BIN)/python -m pytest -n 2 -m 'not slow'
 
 lint: env ## Style and types.
 	$(BIN)/ruff check .

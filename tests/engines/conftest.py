@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.conftest import Run
+
 ROOT = Path(__file__).parents[2]
 PROCESSES = {"single": 1, "hsdp": 4}
 
@@ -60,15 +62,18 @@ def fp32_run(launch_shared: Callable[..., Any], still_model: str) -> Callable[[s
 
 
 @pytest.fixture(scope="session")
-def bf16_run(launch_shared: Callable[..., Any]) -> Callable[[str], Any]:
+def bf16_run(runs: Any, tiny_model: Path, chat_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
     """`bf16_run(strategy)`: four steps from weights of a directory, with dropout, a checkpoint every other step."""
 
     @cache
     def run(strategy: str) -> Any:
-        done = launch_shared(strategy, processes=PROCESSES.get(strategy, 2), max_steps=4, accumulate=2, precision="bf16",
-                             warmup_steps=1, checkpoint_every=2, eval_every=2, export=True, export_dtype="fp32")  # fmt: skip
-        assert done.status == 0, done.output
-        return done
+        folder = tmp_path_factory.mktemp("bf16") / strategy
+        keys = {"model": tiny_model, "data": chat_data, "output": folder, "seq_len": 64, "micro_batch": 2, "learning_rate": 1e-3,
+                "tracker": "none", "max_steps": 4, "accumulate": 2, "precision": "bf16", "warmup_steps": 1, "checkpoint_every": 2,
+                "eval_every": 2, "export": True, "export_dtype": "fp32"}  # fmt: skip
+        done = runs.run(strategy, keys, processes=PROCESSES.get(strategy, 2))
+        assert set(done["statuses"]) == {0}, done["output"]
+        return Run(folder, 0, done["output"])
 
     return run
 

@@ -22,7 +22,7 @@ GROUPS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "lora": (LORA, ("single", "ddp", "fsdp", "zero2", "zero3")),
     "sgd": (SGD, ("single", "fsdp", "zero2")),
     "adafactor": (ADAFACTOR, ("single", "ddp")),
-    "adamw": ({}, ("ddp", "ddp*3", "fsdp*3", "hsdp", "zero3*3", "zero2-offload-optimizer", "zero3-offload-all")),
+    "adamw": ({}, ("ddp", "ddp*3", "fsdp*3", "hsdp", "zero3*3", "zero3-offload-all")),
 }
 """Engine or engine*ranks; torch's Adafactor does not train on FSDP2's sharded parameters. In the last group each goes on from
 ddp's, and ddp from each."""

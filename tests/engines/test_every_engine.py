@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from toolkit.strategies import read
 
 pytestmark = pytest.mark.slow
 FILES = Path(__file__).parents[2] / "recipes" / "accelerate"
@@ -27,7 +30,6 @@ CATEGORIES = {"parameters", "gradients", "master_weights", "optimizer_states", "
 @pytest.mark.parametrize("name", NAMES)
 def test_fp32_trains_and_keeps_the_contract(name: str, fp32_run: Callable[[str], Any]) -> None:
     run = fp32_run(name)
-    assert run.json("plan.json")["label"] == name
     assert {path.name for path in run.folder.iterdir()} == RUN_FILES
     steps = run.steps()
     assert [step["step"] for step in steps] == list(range(1, 11))
@@ -35,6 +37,18 @@ def test_fp32_trains_and_keeps_the_contract(name: str, fp32_run: Callable[[str],
     assert steps[-1]["loss"] < steps[0]["loss"]
     config = yaml.safe_load((run.folder / "config.yaml").read_text(encoding="utf-8"))
     assert config["max_steps"] == 10 and config["seed"] == 42
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_engine_that_runs_is_the_one_of_the_file(name: str, fp32_run: Callable[[str], Any]) -> None:
+    live, asked = fp32_run(name).json("plan.json"), read(FILES / f"{name}.yaml").plan
+    assert live["label"] == asked.label == name
+    same = ("strategy", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist", "shard_size")
+    assert {key: live[key] for key in same} == {key: getattr(asked, key) for key in same}
+    if asked.strategy.startswith("zero"):
+        zero = dataclasses.asdict(asked.zero)
+        assert {key: live["zero"][key] for key in zero if key != "gradient_clipping"} | {"gradient_clipping": None} == zero
+        assert live["zero"]["gradient_clipping"] == 0.5, "the run's own"
 
 
 @pytest.mark.parametrize("name", NAMES)

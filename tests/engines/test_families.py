@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from toolkit.estimate.engine import Estimator
 from toolkit.profiling.counter import build_shim
 from toolkit.specs import ModelSpec, Plan, Workload
@@ -39,7 +37,6 @@ ONCE = 64 << 10
 """Bytes that kernels of the CPU's libraries keep after their first call, whatever the model."""
 
 
-@pytest.mark.slow
 def test_a_real_step_takes_what_was_predicted(tmp_path: Path) -> None:
     rows = [{"config": config, "batch": 2, "length": 96, "checkpointing": checkpointing}
             for name, config in FAMILIES.items() for checkpointing in (False, True) if name != "jamba" or not checkpointing]

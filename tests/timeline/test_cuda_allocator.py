@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from toolkit.timeline.cuda_allocator import CachingAllocator, ExpandableAllocator
+from toolkit.timeline.cuda_allocator import CachingAllocator, ExpandableAllocator, OutOfLimit, replay_reserved
+from toolkit.timeline.tape import LabelTable, Program, Tape
 
 MIB = 1 << 20
 
@@ -96,3 +98,59 @@ def test_reserved_covers_what_is_live_and_every_block_stays_in_one_chain(plan: l
         assert free == allocator.reserved
         if kind is ExpandableAllocator:  # all merged into one free block per range
             assert all(len(pool) <= 1 for pool in allocator._pools.values())
+
+
+# -- a device that grants no more -------------------------------------------------------------------------------------
+
+
+def test_free_segments_go_back_to_the_driver_before_torch_gives_up() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    first = allocator.malloc(60 * MIB)
+    allocator.malloc(30 * MIB)
+    allocator.release(first)
+    allocator.malloc(70 * MIB)  # does not fit the free 60 MiB, nor beside them
+    assert allocator.reserved == allocator.peak == 100 * MIB
+    with pytest.raises(OutOfLimit):
+        allocator.malloc(12 * MIB)
+
+
+def test_a_segment_that_is_half_free_stays() -> None:
+    allocator = CachingAllocator(100 * MIB)
+    whole = allocator.malloc(60 * MIB)
+    allocator.malloc(30 * MIB)
+    allocator.release(whole)
+    allocator.malloc(20 * MIB)  # is cut from the 60 MiB
+    with pytest.raises(OutOfLimit):
+        allocator.malloc(50 * MIB)
+
+
+def test_pages_of_a_free_block_serve_another_stream() -> None:
+    allocator = ExpandableAllocator(100 * MIB)
+    allocator.release(allocator.malloc(80 * MIB))
+    allocator.malloc(60 * MIB, stream=1)
+    assert allocator.reserved == 60 * MIB and allocator.peak == 80 * MIB
+
+
+@given(st.lists(st.tuples(st.integers(1, 64 << 20), st.integers(0, 6)), min_size=1, max_size=80), st.integers(64, 400))
+def test_what_is_granted_stays_within_the_limit_and_covers_what_is_live(plan: list[tuple[int, int]], limit: int) -> None:
+    for kind in (CachingAllocator, ExpandableAllocator):
+        allocator, live = kind(limit * MIB), []
+        for size, victim in plan:
+            try:
+                live.append(allocator.malloc(size, stream=victim % 2))
+            except OutOfLimit:
+                break
+            assert sum(block.size for block in live) <= allocator.reserved <= allocator.peak <= limit * MIB
+            if victim < len(live) and victim % 3:
+                allocator.release(live.pop(victim))
+
+
+def test_the_figure_beyond_the_limit_is_that_of_a_larger_device() -> None:
+    tape = Tape(Program((), LabelTable(), None, False))  # type: ignore[arg-type] - a tape that is written by hand has no trace
+    tape.alloc("a", 60 * MIB, "activations", "")
+    tape.alloc("b", 30 * MIB, "activations", "")
+    tape.free("a")
+    tape.alloc("c", 70 * MIB, "activations", "")
+    assert replay_reserved(tape) == (160 * MIB, 160 * MIB)
+    assert replay_reserved(tape, limit=110 * MIB) == (100 * MIB, 160 * MIB)
+    assert replay_reserved(tape, limit=99 * MIB) == (160 * MIB, 160 * MIB)

@@ -22,7 +22,6 @@ def test_a_file_that_is_none_is_refused(tmp_path: Path) -> None:
     assert not [path for path in (tmp_path / "cache" / "models").iterdir() if (path / "config.json").exists()]
 
 
-@pytest.mark.slow
 def test_a_quantised_model_is_converted_once_and_speaks(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

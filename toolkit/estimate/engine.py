@@ -14,6 +14,7 @@ from toolkit.estimate.result import CATEGORIES, Estimate, HostMemory, MemoryEsti
 from toolkit.estimate.time import step_time
 from toolkit.specs import Cluster, ModelSpec, Plan, Workload
 from toolkit.timeline.cuda_allocator import replay_reserved
+from toolkit.units import format_size
 
 if TYPE_CHECKING:
     from toolkit.strategies.lowering import Engine
@@ -225,10 +226,14 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
     if not detail:
         _without_debts(breakdown)
     largest = sorted(((c, w, n) for (c, w), n in groups.items() if n > 0), key=lambda g: -g[2])
-    reserved = peak
-    if not cluster.gpu.is_cpu:
-        reserved = replay_reserved(tape, engine.workload.alloc == "expandable") if detail else _guess_reserved(peak)
     outside, interval = outside_allocator(cluster, plan, engine.workload)
+    reserved, notes = peak, engine.notes()
+    if not cluster.gpu.is_cpu:
+        reserved = _guess_reserved(peak)
+        if detail:
+            reserved, freely = replay_reserved(tape, engine.workload.alloc == "expandable", cluster.gpu.memory - outside)
+            if freely > reserved:
+                notes = [*notes, _GIVES_BACK.format(more=format_size(freely - reserved))]
     load = int(levels.level[: levels.starts[0]].max()) if levels.starts[0] else 0
     return MemoryEstimate(
         peak_allocated=peak,
@@ -245,8 +250,12 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
         load_peak=load,
         host=_host(engine, cluster),
         nvme=engine.host.nvme * cluster.gpus_per_node,
-        notes=tuple(engine.notes()),
+        notes=tuple(notes),
     )
+
+
+_GIVES_BACK = ("it fits only because torch gives cached memory back to the driver and asks for it anew ({more} more would spare "
+               "it that): steps take longer than predicted")
 
 
 def _without_debts(breakdown: dict[str, int]) -> None:

@@ -8,9 +8,11 @@ segments a pool is one address range whose pages (2 MiB for small, 20 MiB for la
 
 from __future__ import annotations
 
+import itertools
 from bisect import bisect_left, insort
 from collections import defaultdict, deque
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from toolkit.timeline.tape import Tape
 
@@ -20,6 +22,10 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 OWN_SEGMENT = 10 << 20
 LARGE_ROUND = 2 << 20
+
+
+class OutOfLimit(Exception):
+    """The device has no more, and what is cached does not make up for it."""
 
 
 @dataclass(slots=True)
@@ -42,9 +48,11 @@ class CachingAllocator:
     splits_all = False
     """Whether large blocks too are split down to 512 bytes."""
 
-    def __init__(self) -> None:
+    def __init__(self, limit: int | None = None) -> None:
+        """`limit`: bytes that the device grants at most; None for all that are asked for."""
         self.reserved = 0
         self.peak = 0
+        self.limit = limit
         self._pools: dict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._orders = 0
 
@@ -70,9 +78,27 @@ class CachingAllocator:
             length = LARGE_SEGMENT
         else:
             length = -(-size // LARGE_ROUND) * LARGE_ROUND
-        self.reserved += length
-        self.peak = max(self.peak, self.reserved)
+        if self._is_over(length):
+            self._give_back()
+        self._grow(length)
         return self._block(length, small, stream)
+
+    def _is_over(self, more: int) -> bool:
+        return self.limit is not None and self.reserved + more > self.limit
+
+    def _grow(self, more: int) -> None:
+        if self._is_over(more):
+            raise OutOfLimit
+        self.reserved += more
+        self.peak = max(self.peak, self.reserved)
+
+    def _give_back(self) -> None:
+        """What torch does before it gives up (`release_cached_blocks`): segments that are free from end to end go back to the
+        driver."""
+        for pool in self._pools.values():
+            whole = [entry for entry in pool if entry[2].before is None and entry[2].after is None]
+            self.reserved -= sum(size for size, _, _ in whole)
+            pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
 
     def _block(self, size: int, small: bool, stream: int) -> Block:
         self._orders += 1
@@ -121,17 +147,18 @@ class ExpandableAllocator(CachingAllocator):
 
     splits_all = True
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
         self._ends: dict[tuple[int, bool], Block] = {}
 
     def _segment(self, size: int, small: bool, stream: int) -> Block:
+        more = self._missing(size, small, stream)
+        if self._is_over(more):
+            self._give_back()
+            more = self._missing(size, small, stream)
+        self._grow(more)
         end = self._ends.get((stream, small))
         at_end = end if end is not None and end.free else None
-        page = SMALL_SEGMENT if small else LARGE_SEGMENT
-        more = -(-(size - (at_end.size if at_end else 0)) // page) * page
-        self.reserved += more
-        self.peak = max(self.peak, self.reserved)
         if at_end is not None:
             self._take(at_end)
             at_end.size += more
@@ -141,6 +168,25 @@ class ExpandableAllocator(CachingAllocator):
             end.after, block.before = block, end
         self._ends[stream, small] = block
         return block
+
+    def _missing(self, size: int, small: bool, stream: int) -> int:
+        """Bytes of whole pages that the range's end lacks."""
+        end = self._ends.get((stream, small))
+        page = SMALL_SEGMENT if small else LARGE_SEGMENT
+        return -(-(size - (end.size if end is not None and end.free else 0)) // page) * page
+
+    def _give_back(self) -> None:
+        """Whole pages inside free blocks are unmapped (`unmap_block`). Where a block lies on its pages is not modelled: one that
+        others follow is taken to share its first page."""
+        for pool in self._pools.values():
+            blocks = [entry[2] for entry in pool]
+            pool.clear()
+            for block in blocks:
+                page = SMALL_SEGMENT if block.small else LARGE_SEGMENT
+                pages = block.size // page - (block.after is not None)
+                block.size -= max(0, pages) * page
+                self.reserved -= max(0, pages) * page
+                self._put(block)
 
     def _split(self, block: Block, size: int) -> None:
         super()._split(block, size)
@@ -171,13 +217,36 @@ def _dying(live: dict[object, list[tuple[int, Block]]], key: object, nbytes: int
     return [block for _, block in held]
 
 
-def replay_reserved(tape: Tape, expandable: bool = False) -> int:
-    """Bytes that the allocator has reserved at most when the tape is played (all steps, the load included).
+class Reserved(NamedTuple):
+    """Bytes that the allocator has reserved at most."""
+
+    peak: int
+    freely: int
+    """On a device that grants all that is asked for."""
+
+
+def replay_reserved(tape: Tape, expandable: bool = False, limit: int | None = None) -> Reserved:
+    """What the allocator has reserved when the tape is played (all steps, the load included).
+
+    Above `limit` bytes the device has no more: then what is cached goes back to it and is asked for anew, as torch does before
+    it gives up. When that serves, `peak` is at most `limit`; when it does not, it is what a larger device would have reserved.
+    """
+    kind = ExpandableAllocator if expandable else CachingAllocator
+    peak = _play(tape, kind())
+    if limit is None or peak <= limit or max(itertools.accumulate(tape.deltas), default=0) > limit:
+        return Reserved(peak, peak)
+    try:
+        return Reserved(_play(tape, kind(limit)), peak)
+    except OutOfLimit:
+        return Reserved(peak, peak)
+
+
+def _play(tape: Tape, allocator: CachingAllocator) -> int:
+    """The peak of `reserved`. Raises OutOfLimit.
 
     The CPU is taken to run ahead of the GPU: what lags comes back only when the next block of its stream is asked for and
-    `IN_FLIGHT` others wait.
+    `IN_FLIGHT` others wait, or when memory is short and the CPU waits for the GPU.
     """
-    allocator = ExpandableAllocator() if expandable else CachingAllocator()
     live: dict[object, list[tuple[int, Block]]] = defaultdict(list)
     waiting: deque[list[Block]] = deque()
     streams, lagging = tape.streams, tape.lagging
@@ -185,14 +254,23 @@ def replay_reserved(tape: Tape, expandable: bool = False) -> int:
         if delta > 0:
             stream = streams.get(key, 0) if streams else 0
             while stream and len(waiting) >= IN_FLIGHT:
-                for block in waiting.popleft():
-                    allocator.release(block)
-            live[key].append((delta, allocator.malloc(delta, stream)))
+                _release(allocator, waiting.popleft())
+            try:
+                block = allocator.malloc(delta, stream)
+            except OutOfLimit:
+                while waiting:
+                    _release(allocator, waiting.popleft())
+                block = allocator.malloc(delta, stream)
+            live[key].append((delta, block))
             continue
         blocks = _dying(live, key, -delta)
         if i in lagging:
             waiting.append(blocks)
-            continue
-        for block in blocks:
-            allocator.release(block)
+        else:
+            _release(allocator, blocks)
     return allocator.peak
+
+
+def _release(allocator: CachingAllocator, blocks: list[Block]) -> None:
+    for block in blocks:
+        allocator.release(block)

@@ -164,6 +164,8 @@ def build_model(config: TrainConfig, source: Source, model_config: Any, tokenize
             options["device_map"] = {"": accelerator.local_process_index}
         model = _told(what, lambda: AutoModelForCausalLM.from_pretrained(
             source.path, config=model_config, revision=_revision(config, source), **options))
+        if accelerator.distributed_type == "NO" and accelerator.device.type == "cpu":
+            _take_from_file(model)
     vocabulary = len(tokenizer)
     if vocabulary > model.get_input_embeddings().num_embeddings:
         if config.method != "full" and accelerator.is_main_process:
@@ -178,6 +180,14 @@ def build_model(config: TrainConfig, source: Source, model_config: Any, tokenize
     model.train()
     attach_loss(model, config.loss)
     return model
+
+
+def _take_from_file(model: Any) -> None:
+    """Copy the weights into memory of their own, one after the other. safetensors maps them from the file; an engine or a GPU
+    copies them anyway, one process on a CPU would train on the mapped pages, which no allocator counts and which end with the
+    file."""
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
 
 
 def _four_bit() -> Any:
