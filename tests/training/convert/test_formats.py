@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from toolkit.errors import UserError
 from toolkit.training.convert.held import Held
 from toolkit.training.convert.kinds import find
 from toolkit.training.convert.read import hold
+from toolkit.training.convert.unpickle import load_metadata
 from toolkit.training.convert.write import convert, engine_of
 from toolkit.training.convert.zero_write import Engine
 from toolkit.training.state import examine
@@ -96,6 +98,28 @@ def test_nothing_that_others_pickled_is_run(to: str, ours: Held, tmp_path: Path)
     with pytest.raises(UserError, match="is not loaded: it holds more than"):
         hold(tmp_path / "theirs")
     assert not evil.exists()
+
+
+class ByName:
+    """Pickled as a call of getattr, as Python 3.11.2 pickles a member of an enumeration."""
+
+    def __init__(self, owner: Any, name: str) -> None:
+        self.call = owner, name
+
+    def __reduce__(self) -> Any:
+        return getattr, self.call
+
+
+def test_getattr_reaches_members_of_enumerations_and_nothing_else(tmp_path: Path) -> None:
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING
+
+    file = tmp_path / ".metadata"
+    file.write_bytes(pickle.dumps(ByName(_MEM_FORMAT_ENCODING, "TORCH_PRESERVE_FORMAT")))
+    assert load_metadata(file) is _MEM_FORMAT_ENCODING.TORCH_PRESERVE_FORMAT
+    for owner, name in ((_MEM_FORMAT_ENCODING, "__class__"), (OrderedDict, "fromkeys"), (tmp_path, "unlink")):
+        file.write_bytes(pickle.dumps(ByName(owner, name)))
+        with pytest.raises(UserError, match=r"builtins\.getattr"):
+            load_metadata(file)
 
 
 @pytest.mark.parametrize("missing", [".metadata", "__0_0.distcp"])

@@ -3,6 +3,7 @@ these formats need, of which stand-ins are made here that keep the values and do
 
 from __future__ import annotations
 
+import enum
 import pickle
 from pathlib import Path
 from typing import Any
@@ -63,8 +64,17 @@ def _named(error: Exception) -> str:
     return next((word for word in words if word.count(".") and word.replace(".", "").replace("_", "").isalnum()), "an object")
 
 
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enumeration, which Python up to 3.11.3 pickles as a call of `getattr`. Raises UnpicklingError."""
+    if not isinstance(owner, enum.EnumMeta) or name not in owner.__members__:
+        raise pickle.UnpicklingError("builtins.getattr")
+    return owner.__members__[name]
+
+
 class _Metadata(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("builtins", "getattr"):
+            return _member
         if (module, name) in _DCP_NAMES or (module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)):
             return super().find_class(module, name)
         raise pickle.UnpicklingError(f"{module}.{name}")
