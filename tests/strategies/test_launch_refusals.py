@@ -26,6 +26,7 @@ REFUSED = [
     (Plan(strategy="zero2", persist=10), {}, (2, 1), "persist and zero2"),
     (Plan(strategy="zero3", persist=-1), {}, (2, 1), "persist is -1"),
     (Plan(strategy="fsdp"), {"optimizer": "adamw-8bit"}, (2, 1), "optimizer adamw-8bit and fsdp"),
+    (Plan(strategy="hsdp"), {"optimizer": "adafactor"}, (4, 1), "optimizer adafactor and hsdp"),
     (
         Plan(strategy="zero2", offload="optimizer"),
         {"optimizer": "paged-adamw-8bit"},

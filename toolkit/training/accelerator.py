@@ -23,6 +23,7 @@ import yaml
 
 from toolkit.errors import UserError
 from toolkit.specs import Plan
+from toolkit.strategies.fsdp.launch import STEPS_SHARDS
 from toolkit.training import rollcall
 from toolkit.training.builds import check_builds
 from toolkit.training.config import TrainConfig
@@ -111,6 +112,9 @@ def build_accelerator(config: TrainConfig) -> Accelerator:
     mixed = config.precision if config.precision in ("bf16", "fp16") else "no"
     if config.precision == "fp16" and on_cpu:
         raise UserError("precision=fp16 needs a GPU; use bf16 or fp32 on a CPU")
+    if engine == "fsdp" and config.optimizer not in STEPS_SHARDS:
+        raise UserError(f"optimizer={config.optimizer} does not step FSDP2's sharded tensors; use {' or '.join(STEPS_SHARDS)}, "
+                        "or a launch file of ddp or ZeRO")
     plugins: dict[str, Any] = {}
     if engine == "deepspeed":
         plugins["deepspeed_plugin"] = _deepspeed_plugin(config)

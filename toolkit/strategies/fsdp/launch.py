@@ -95,14 +95,15 @@ def effective(plan: Plan) -> FsdpSettings:
     return FsdpSettings(**{**vars(DEFAULTS), **stated})
 
 
+STEPS_SHARDS = ("adamw", "sgd")
+"""Optimizers that step DTensors; torch's Adafactor calls operators without a sharding rule, bitsandbytes' take plain tensors."""
+
+
 def check(plan: Plan, workload: Workload, cluster: Cluster) -> None:
     """Refuse what FSDP2 can't shard. Raises UserError."""
-    if "8bit" in workload.optimizer:
-        raise UserError(
-            f"optimizer {workload.optimizer} and {plan.strategy} exclude each other: bitsandbytes does "
-            "not step "
-            "sharded tensors; use adamw, or zero2 with the 8-bit optimizer"
-        )
+    if plan.fsdp.version == 2 and workload.optimizer not in STEPS_SHARDS:
+        raise UserError(f"optimizer {workload.optimizer} and {plan.strategy} exclude each other: it does not step FSDP2's "
+                        "sharded tensors; use adamw or sgd, or ddp or zero2 with this optimizer")
     if plan.shard_size is not None and plan.strategy != "hsdp":
         raise UserError(f"shard-size {plan.shard_size} and {plan.strategy} exclude each other: groups are hsdp's")
     if plan.strategy == "hsdp":

@@ -28,8 +28,11 @@ class Record:
         self.values = values
 
 
-class Number(int):
-    """Stands in for an enumeration whose members are numbers."""
+def _member(owner: Any, name: Any) -> Any:
+    """A member of an enumeration, which Python up to 3.11.3 pickles as a call of `getattr`. Raises UnpicklingError."""
+    if not isinstance(owner, enum.EnumMeta) or name not in owner.__members__:
+        raise pickle.UnpicklingError("builtins.getattr")
+    return owner.__members__[name]
 
 
 _STAND_INS = [
@@ -37,7 +40,9 @@ _STAND_INS = [
     (type("DynamicLossScaler", (Record,), {}), "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler"),
     (type("FragmentAddress", (Record,), {}), "deepspeed.utils.tensor_fragment.fragment_address"),
     (type("SubparamShape", (Record,), {}), "deepspeed.checkpoint.universal_checkpoint.SubparamShape"),
-    (type("ZeroStageEnum", (Number,), {}), "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (enum.IntEnum("ZeroStageEnum", {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3}),
+     "deepspeed.runtime.zero.config.ZeroStageEnum"),
+    (_member, "builtins.getattr"),
 ]
 
 
@@ -62,13 +67,6 @@ def load(path: Path) -> Any:
 def _named(error: Exception) -> str:
     words = str(error).replace("`", " ").split()
     return next((word for word in words if word.count(".") and word.replace(".", "").replace("_", "").isalnum()), "an object")
-
-
-def _member(owner: Any, name: Any) -> Any:
-    """A member of an enumeration, which Python up to 3.11.3 pickles as a call of `getattr`. Raises UnpicklingError."""
-    if not isinstance(owner, enum.EnumMeta) or name not in owner.__members__:
-        raise pickle.UnpicklingError("builtins.getattr")
-    return owner.__members__[name]
 
 
 class _Metadata(pickle.Unpickler):

@@ -136,7 +136,14 @@ class ParameterState:
                     yield Scalar(kind, name, state, owner=self.place[0] == 0)
 
     def create(self, known: set[str]) -> None:
-        zero_step(self.optimizer, [p for group in self.optimizer.param_groups for p in group["params"]])
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        plain = all(not group.get("fused") and not group.get("capturable") for group in self.optimizer.param_groups)
+        if type(self.optimizer) is torch.optim.AdamW and plain:
+            for p in parameters:  # What `_init_group` makes; all of it is filled from the checkpoint.
+                self.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.empty_like(p.detach()),
+                                           "exp_avg_sq": torch.empty_like(p.detach())}  # fmt: skip
+        else:
+            zero_step(self.optimizer, parameters)
         for name, p in trained(self.model):
             if name not in known:  # It never had a gradient.
                 self.optimizer.state.pop(p, None)
