@@ -9,6 +9,7 @@ from typing import Any
 from toolkit.errors import UserError
 from toolkit.estimate.result import Estimate
 from toolkit.planner.search import Evaluated, Request, Search, choose
+from toolkit.specs import Plan
 from toolkit.units import format_count, format_duration, format_size
 
 
@@ -223,9 +224,20 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
     out = []
     for what, option, candidate in tries:
         result = search.evaluate(candidate)
+        if result.estimate is None:  # The closest plan's engine can't: 4 bits under ZeRO-3, 8-bit states under FSDP2.
+            result = search.evaluate(_in_another_engine(candidate))
         if result.estimate is not None:
             out.append(Change(what, option, result.fits, 0 if result.fits else _short(result, request)))
     return sorted(out, key=lambda c: (not c.fits, c.short))
+
+
+def _in_another_engine(candidate: Any) -> Any:
+    """The same share per GPU, and the same aids, under the other engine."""
+    plan = candidate.plan
+    strategy = {"zero3": "fsdp", "zero2": "fsdp-grad", "fsdp": "zero3", "fsdp-grad": "zero2"}.get(plan.strategy)
+    if strategy is None:
+        return candidate
+    return replace(candidate, plan=Plan(strategy=strategy, checkpointing=plan.checkpointing))  # type: ignore[arg-type]
 
 
 def _more_gpus(base: Any) -> list[tuple[str, str, Any]]:

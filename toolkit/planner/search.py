@@ -119,14 +119,26 @@ class Search:
         choices = micro_batches(request.workload, candidate.data_ranks, request.global_batch, request.fixed_micro_batch)
         best: Evaluated | None = None
         first: Evaluated | None = None
+        peaks: list[tuple[int, int]] = []
         for micro, accumulate in choices:
+            if self._is_too_large(micro, peaks, candidate.cluster.gpu.memory):
+                break
             result = self.evaluate(self.with_micro_batch(candidate, micro, accumulate))
             first = first or result
-            if not result.fits:
+            if not result.fits or result.estimate is None:
                 break  # larger ones take more
+            peaks.append((micro, result.estimate.memory.peak_allocated))
             if best is None or result.speed > best.speed * 1.005 or (result.speed == best.speed == 0.0):
                 best = result
         return best or first  # type: ignore[return-value]
+
+    def _is_too_large(self, micro: int, peaks: list[tuple[int, int]], capacity: int) -> bool:
+        """Whether the peaks at two smaller micro-batches say so: a peak is the highest of sums that are linear in the
+        micro-batch, so it grows at least as fast from there on."""
+        if len(peaks) < 2:
+            return False
+        (one, low), (two, high) = peaks[-2:]
+        return high + (high - low) * (micro - two) / (two - one) > capacity * (1 - self.request.kept_free)
 
     def smaller_that_fits(self, candidate: Candidate) -> Evaluated | None:
         """The largest smaller micro-batch of a candidate that fits, estimated in detail; None when there is none."""

@@ -6,6 +6,8 @@ to the few that differ (`Stack`), so that the cost of a trace does not grow with
 
 from __future__ import annotations
 
+import copy
+import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -280,9 +282,19 @@ def materialise(model: nn.Module) -> None:
             module._buffers[name] = memo[id(buffer)]
 
 
+_KEPT: dict[str, BuiltModel] = {}
+"""The last cut model: the traces of a search differ in what is done with it, and a whole model takes longer to build than to
+trace."""
+
+
 def build(spec: ModelSpec, workload: Workload, attention: str) -> BuiltModel:
     """The cut model on the meta device; the caller applies adapters and quantization and materialises it."""
-    model, config, kind = build_meta(spec, workload, attention)
-    parameters = sum(p.numel() for p in model.parameters())
-    stacks, classes = _cut(model, config)
-    return BuiltModel(model, config, kind, stacks, classes, parameters)
+    key = json.dumps([spec.name, spec.trust_remote_code, dict(spec.config), workload.task, workload.loaded_dtype, attention],
+                     sort_keys=True, default=str)
+    if key not in _KEPT:
+        model, config, kind = build_meta(spec, workload, attention)
+        parameters = sum(p.numel() for p in model.parameters())
+        stacks, classes = _cut(model, config)
+        _KEPT.clear()
+        _KEPT[key] = BuiltModel(model, config, kind, stacks, classes, parameters)
+    return copy.deepcopy(_KEPT[key])
