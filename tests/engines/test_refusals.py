@@ -115,7 +115,5 @@ def test_a_loss_that_is_no_number_stops_and_names_the_last_checkpoint(launch: Ca
 
 
 def test_an_optimizer_that_does_not_step_shards(launch: Callable[..., Any]) -> None:
-    run = launch("fsdp", optimizer="adafactor")
-    assert run.status != 0 and not run.folder.exists()
-    assert "error: optimizer=adafactor does not step FSDP2's sharded tensors; use adamw or sgd" in run.output
-    assert "Traceback" not in run.output
+    said = one_line(launch("fsdp", optimizer="adafactor"))
+    assert said.startswith("error: optimizer=adafactor does not step FSDP2's sharded tensors; use adamw or sgd")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -91,8 +91,15 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
                 yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def zero_step(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
-    """One step without gradients, after which an optimizer has its state; the weights are loaded afterwards anyway."""
+def make_states(optimizer: torch.optim.Optimizer, parameters: list[Any],
+                make: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like) -> None:
+    """Give an optimizer its state, to be filled from a checkpoint: AdamW's as its `_init_group` does, with moments by `make`;
+    others by a step without gradients, after which the weights are loaded anyway."""
+    held_by_gpu = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
+    if type(optimizer) is torch.optim.AdamW and not held_by_gpu:
+        for p in parameters:
+            optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": make(p.detach()), "exp_avg_sq": make(p.detach())}
+        return
     grads = [p.grad for p in parameters]
     for p in parameters:
         p.grad = torch.zeros_like(p)
@@ -137,13 +144,7 @@ class ParameterState:
 
     def create(self, known: set[str]) -> None:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        plain = all(not group.get("fused") and not group.get("capturable") for group in self.optimizer.param_groups)
-        if type(self.optimizer) is torch.optim.AdamW and plain:
-            for p in parameters:  # What `_init_group` makes; all of it is filled from the checkpoint.
-                self.optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": torch.empty_like(p.detach()),
-                                           "exp_avg_sq": torch.empty_like(p.detach())}  # fmt: skip
-        else:
-            zero_step(self.optimizer, parameters)
+        make_states(self.optimizer, parameters, torch.empty_like)  # All of it is filled: nothing here is padded.
         for name, p in trained(self.model):
             if name not in known:  # It never had a gradient.
                 self.optimizer.state.pop(p, None)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from toolkit.errors import ToolkitError
-from toolkit.training.state.live import Live, Scalar, persistent_buffers, trained, zero_step
+from toolkit.training.state.live import Live, Scalar, make_states, persistent_buffers, trained
 from toolkit.training.state.store import Fragment
 
 
@@ -88,7 +88,7 @@ class Zero12State(_ZeroState):
                 yield name, p, flats[mapping.param_group_index], here.start, there.start, here.numel
 
     def create(self, known: set[str]) -> None:
-        zero_step(self.inner, [p for group in self.inner.param_groups for p in group["params"]])
+        make_states(self.inner, [p for group in self.inner.param_groups for p in group["params"]])
 
     def _cast(self) -> None:
         self.zero.update_lp_params()
@@ -111,7 +111,7 @@ class Zero3State(_ZeroState):
         for number, flat in enumerate(self.zero.fp32_partitioned_groups_flat):
             group = self.inner.param_groups[self.zero.sub_group_to_group_id[number]]
             group["params"] = [flat]
-            zero_step(self.inner, [flat])
+            make_states(self.inner, [flat])
             group["params"] = []
 
     def _cast(self) -> None:
