@@ -169,6 +169,15 @@ def test_the_second_step_holds_the_moments() -> None:
     assert found.peak_allocated >= found.first_step_peak
 
 
+@pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "zero2", "zero3"])
+def test_what_must_fit_is_the_highest_of_all_phases(strategy: str) -> None:
+    """EST: https://github.com/deepspeedai/DeepSpeed/issues/1445: loading and the optimizer's first step are told apart, and the
+    figure that is held against the device covers them."""
+    found = memory(LLAMA, strategy=strategy, gpus=1 if strategy == "single" else 8)
+    phases = found.load_peak, found.first_step_peak, found.peak_allocated
+    assert all(phases) and found.peak_total >= found.peak_reserved >= max(phases)
+
+
 def test_fragmentation_is_reserved_and_not_allocated() -> None:
     """MEM: https://github.com/NVIDIA-NeMo/RL/issues/919: the estimate shows both."""
     found = memory(LLAMA, strategy="fsdp", gpus=8)
