@@ -120,7 +120,11 @@ class Search:
         best: Evaluated | None = None
         first: Evaluated | None = None
         peaks: list[tuple[int, int]] = []
+        accumulated = False
         for micro, accumulate in choices:
+            if accumulate == 1 and peaks and accumulated:
+                peaks.clear()  # Gradients are not kept between micro-batches now: another line.
+            accumulated = accumulate > 1
             if self._is_too_large(micro, peaks, candidate.cluster.gpu.memory):
                 break
             result = self.evaluate(self.with_micro_batch(candidate, micro, accumulate))

@@ -290,7 +290,7 @@ trace."""
 def build(spec: ModelSpec, workload: Workload, attention: str) -> BuiltModel:
     """The cut model on the meta device; the caller applies adapters and quantization and materialises it."""
     key = json.dumps([spec.name, spec.trust_remote_code, dict(spec.config), workload.task, workload.loaded_dtype, attention],
-                     sort_keys=True, default=str)
+                     default=str)
     if key not in _KEPT:
         model, config, kind = build_meta(spec, workload, attention)
         parameters = sum(p.numel() for p in model.parameters())
