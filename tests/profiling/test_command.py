@@ -78,6 +78,7 @@ def test_a_command_that_fails_keeps_what_was_recorded(profile: Profile, script: 
     assert status == 1 and "ended with status 3 after step 5; what was recorded is in" in err and found["steps"] == 5
 
 
+@pytest.mark.slow
 def test_a_killed_rank_is_named_with_the_hosts_memory(profile: Profile, script: Any) -> None:
     body = "if step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    import time; time.sleep(0.2)"
     status, found, err = profile(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", 0,
@@ -113,6 +114,7 @@ def test_another_sitecustomize_still_runs(profile: Profile, script: Any, tmp_pat
     assert status == 0 and found["steps"] == 2
 
 
+@pytest.mark.slow
 def test_processes_that_the_command_starts_are_reported_each(profile: Profile, tmp_path: Path) -> None:
     code = """
 import subprocess, sys
