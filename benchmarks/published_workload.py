@@ -166,26 +166,33 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
 def _names_logits(source: str, software: str, loss_code: str) -> bool:
     """Models that made logits fp32 in loops that named them while backward ran: torchtitan before #391 (2024-06-12), torchtune
     before #1235 (2024-07-27)."""
-    dated = re.search(r"(20\d\d-\d\d)", software)
     if "torchtune" in source:
         return loss_code != "pieces"
-    return "torchtitan" in source and dated is not None and dated[1] < "2024-06"
+    return "torchtitan" in source and "" < _month(software) < "2024-06"
 
 
 def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
     """torchtune compiles the cross entropy of a piece where it compiles the model; torchtitan all of it from April 2025 on (its
     #1033)."""
-    dated = re.search(r"(20\d\d-\d\d)", software)
-    return loss_code == "pieces" or ("torchtitan" in source and dated is not None and dated[1] >= "2025-04")
+    return loss_code == "pieces" or ("torchtitan" in source and _month(software) >= "2025-04")
 
 
 def _expandable(row: Row) -> bool:
-    """Whether the run's launcher set expandable segments: run_llama_train.sh and run_train.sh of torchtitan (from mid 2024 on),
-    axolotl's command line (its #1755, 2024-07), projects/sequence-parallelism/README.md of ArcticTraining."""
-    source, software = row["source"].lower(), row["software"].lower()
-    dated = re.search(r"20\d\d-\d\d", software)
-    titan = "torchtitan" in source and dated is not None and dated[0] >= "2024-07"
+    """Whether the run's launcher set expandable segments: run_llama_train.sh and run_train.sh of torchtitan, axolotl's command
+    line (its #1755, 2024-07), projects/sequence-parallelism/README.md of ArcticTraining.
+
+    When torchtitan began is not known: its first script (spring of 2024) had it not, and no dated row lies between that and the
+    end of the year.
+    """
+    source = row["source"].lower()
+    titan = "torchtitan" in source and _month(row["software"]) >= "2024-07"
     return titan or source.startswith(("axolotl", "arctic")) or "expandable" in row["notes"].lower()
+
+
+def _month(software: str) -> str:
+    """The year and month that the software's column states, as 2024-06; empty when it states none."""
+    dated = re.search(r"20\d\d-\d\d", software)
+    return dated[0] if dated else ""
 
 
 def _eager_modules(software: str) -> bool:
@@ -240,7 +247,7 @@ def case_of(row: Row) -> Case:
     # DeepSpeed's CPU Adam and bitsandbytes' optimizers have one form
     one_form = optimizer not in TORCH_FUSED or (plan.offload != "none" and plan.strategy.startswith("zero"))
     impl = "default" if one_form else "fused" if fused else "loop" if loops else "default"
-    # DeepSpeed's own kernels and flash-attn 1 on Turing and Volta save what torch's memory-efficient kernel does
+    # an assumption: what is called flash on a GPU that flash-attn does not know counts as torch's memory-efficient kernel
     flash = "flash" in attention and cluster.gpu.architecture not in WITHOUT_BF16
     # rows that are padded come with a mask, which sdpa then takes; the trace makes one for a packed row
     options: dict[str, Any] = {"packed": bool(re.search("peft method|liger", row["source"].lower())),

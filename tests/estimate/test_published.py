@@ -33,6 +33,7 @@ ESTIMATORS: dict[Any, Estimator] = {}
         ("litgpt-034", 2.0),  # FSDP1: frozen and trained in one flat parameter, accumulated whole under no_sync
         ("fms-150", 2.0),  # FSDP1, the loss decides
         ("titan-023", 4.0),  # FSDP2, reserved: streams of their own, every second product saved
+        ("titan-034", 3.0),  # FSDP2, reserved, the optimizer step: 0.1% with fixed segments, which its launcher did not use
         ("titan-036", 1.0),  # FSDP2, expandable segments, 13B on 64 GPUs
         ("titan-027", 1.0),  # FSDP2, expandable segments, compiled blocks
     ],

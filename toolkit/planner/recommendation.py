@@ -232,7 +232,7 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
 
 
 def _in_another_engine(candidate: Any) -> Any:
-    """The same share per GPU, and the same aids, under the other engine."""
+    """The same share per GPU and the same checkpointing under the other engine, with its own defaults."""
     plan = candidate.plan
     strategy = {"zero3": "fsdp", "zero2": "fsdp-grad", "fsdp": "zero3", "fsdp-grad": "zero2"}.get(plan.strategy)
     if strategy is None:

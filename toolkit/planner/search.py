@@ -119,12 +119,9 @@ class Search:
         choices = micro_batches(request.workload, candidate.data_ranks, request.global_batch, request.fixed_micro_batch)
         best: Evaluated | None = None
         first: Evaluated | None = None
-        peaks: list[tuple[int, int]] = []
-        accumulated = False
+        lines: dict[bool, list[tuple[int, int]]] = {True: [], False: []}
         for micro, accumulate in choices:
-            if accumulate == 1 and peaks and accumulated:
-                peaks.clear()  # Gradients are not kept between micro-batches now: another line.
-            accumulated = accumulate > 1
+            peaks = lines[accumulate > 1]  # Gradients that are kept between micro-batches make another line.
             if self._is_too_large(micro, peaks, candidate.cluster.gpu.memory):
                 break
             result = self.evaluate(self.with_micro_batch(candidate, micro, accumulate))
