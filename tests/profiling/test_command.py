@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from toolkit.cli.main import main
-from toolkit.profiling.command import Rank, read_records
+from toolkit.profiling.command import Profiled, Rank, explain_kill, read_ends, read_records
+from toolkit.profiling.killed import Watch
 from toolkit.report.profiled import warnings_of
 
 LOOP = """
@@ -78,7 +79,6 @@ def test_a_command_that_fails_keeps_what_was_recorded(profile: Profile, script: 
     assert status == 1 and "ended with status 3 after step 5; what was recorded is in" in err and found["steps"] == 5
 
 
-@pytest.mark.slow
 def test_a_killed_rank_is_named_with_the_hosts_memory(profile: Profile, script: Any) -> None:
     body = "if step == 3 and os.environ['RANK'] == '1': os.kill(os.getpid(), signal.SIGKILL)\n    import time; time.sleep(0.2)"
     status, found, err = profile(sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", 2, "--master_port", 0,
@@ -114,7 +114,6 @@ def test_another_sitecustomize_still_runs(profile: Profile, script: Any, tmp_pat
     assert status == 0 and found["steps"] == 2
 
 
-@pytest.mark.slow
 def test_processes_that_the_command_starts_are_reported_each(profile: Profile, tmp_path: Path) -> None:
     code = """
 import subprocess, sys
@@ -139,6 +138,27 @@ def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:
     (tmp_path / "77.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 2, "pe', encoding="utf-8")
     (rank,) = read_records(tmp_path, {77: 9})
     assert (rank.rank, rank.peak, rank.counter, rank.signal, rank.ended) == (3, 10, "cuda", 9, False)
+
+
+def test_who_was_killed_is_read_from_the_order_of_ends(tmp_path: Path) -> None:
+    def killed(status: int, *ends: tuple[int, int, float]) -> str:
+        for pid in (1, 2, 3):
+            (tmp_path / f"{pid}.jsonl").write_text(f'{{"start": 1, "rank": {pid}}}\n{{"step": 1, "peak": 1}}\n')
+        lines = [f"{pid} {status} {when}\n" for pid, status, when in ends]
+        (tmp_path / "ends").write_text("".join(lines) + "2 -9")  # where the disk was full
+        found = Profiled([], tmp_path, status, read_records(tmp_path, {}))
+        return explain_kill(found, read_ends(tmp_path), Watch([])).partition(";")[0]
+
+    assert killed(1, (9, -9, 1.0), (1, -15, 1.1), (3, -9, 1.2)) == "rank 3 was killed by signal 9"  # process 9 is no rank
+    assert killed(1, (2, 1, 5.0), (3, -9, 35.2)) == ""  # the launcher's own doing
+    assert killed(1, (2, 1, 5.0), (3, -9, 5.0)) == "rank 3 was killed by signal 9"  # rank 2 missed it
+    assert killed(137) == "a process of the command was killed by signal 9"
+
+
+def test_a_shell_between_the_command_and_its_rank(profile: Profile, script: Any) -> None:
+    body = "if step == 3: os.kill(os.getpid(), signal.SIGKILL)"
+    status, _, err = profile("bash", "-c", f"{sys.executable} {script(5, body)}; exit $?")
+    assert status == 1 and err.strip().splitlines()[-1].startswith("toolkit: rank 0 was killed by signal 9; ")
 
 
 def test_reserved_memory_that_is_not_used_is_flagged() -> None:

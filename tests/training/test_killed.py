@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from toolkit.profiling.killed import Watch, children_of, exit_signal, resident
+from toolkit.profiling.killed import main as watch_launch
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,10 +38,18 @@ def test_the_signal_of_a_process_that_nobody_asked_about_yet() -> None:
     assert exit_signal(child.pid) is None and resident(child.pid) == 0
 
 
-def test_processes_that_are_gone_end_the_watch() -> None:
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_rank_that_was_gone_before_the_watch_began(killed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                                     capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "0" / "error.json"))
     with subprocess.Popen([sys.executable, "-c", ""]) as child:
         child.wait()
-    assert Watch([child.pid]).first_end() == {}
+    assert Watch([child.pid]).first_end() == {child.pid: None}
+    for note in ("started", *(() if killed else ("ended",))):
+        (tmp_path / f"{note}-{child.pid}").touch()
+    watch_launch([str(child.pid)])  # no children of its own left
+    said = capfd.readouterr().err.partition(";")[0]
+    assert said == (f"error: process {child.pid} of this run was killed, most likely by signal 9" if killed else "")
 
 
 @pytest.mark.slow

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -15,13 +15,15 @@ from typing import Any
 
 from toolkit.errors import UserError
 from toolkit.profiling.counter import build_shim, has_gpu
-from toolkit.profiling.killed import Watch, exit_signal
+from toolkit.profiling.killed import Watch
 from toolkit.profiling.trend import rise_per_step
 
 HOOK = Path(__file__).with_name("hook")
 STEADY_FROM = 3
 SECONDS = 0.2
 """Between two looks at the running processes."""
+PATIENCE = 10.0
+"""Seconds; launchers give the other ranks three times as long and more to end before they kill them."""
 RISING_STEPS = 5
 """So many steady steps in a row, each holding more than the one before, are called a leak."""
 
@@ -102,7 +104,7 @@ def profile_command(command: Sequence[str], folder: Path, *, stdout: int | None 
     records = folder / "records"
     try:
         records.mkdir(parents=True, exist_ok=True)
-        for old in records.glob("*.jsonl"):
+        for old in (*records.glob("*.jsonl"), *records.glob("ends")):
             old.unlink()
     except OSError as error:
         raise UserError(f"--output {folder}: {error.strerror or error}") from None
@@ -112,18 +114,17 @@ def profile_command(command: Sequence[str], folder: Path, *, stdout: int | None 
         raise UserError(f"command {command[0]!r} does not exist; write toolkit profile -- COMMAND...") from None
     except OSError as error:
         raise UserError(f"command {command[0]!r} can't be started: {error.strerror or error}") from None
-    watch, signals = Watch([]), {}
+    watch = Watch([])
     try:
-        signals = _follow(process, records, watch)
+        _follow(process, records, watch)
     except KeyboardInterrupt:  # the command has had it too: what it recorded until then is reported
         _finish(process)
+    ends = read_ends(records)
+    if process.returncode < 0:
+        ends.append((process.pid, process.returncode, ends[-1][2] if ends else 0.0))
+    signals = {pid: -status for pid, status, _ in ends if status < 0}
     found = Profiled(list(command), folder, process.returncode, read_records(records, signals))
-    if process.returncode == -signal.SIGKILL:
-        signals[process.pid] = signal.SIGKILL
-    for pid, number in signals.items():
-        if number == signal.SIGKILL and not found.killed:
-            rank = next((f"rank {r.rank}" for r in found.ranks if r.pid == pid), f"process {pid}")
-            found.killed = watch.explain(pid, rank)
+    found.killed = explain_kill(found, ends, watch)
     (folder / "profile.json").write_text(json.dumps(found.to_json(), indent=1), encoding="utf-8")
     return found
 
@@ -146,35 +147,43 @@ def _finish(process: subprocess.Popen[bytes]) -> None:
         process.wait()
 
 
-def _follow(process: subprocess.Popen[bytes], records: Path, watch: Watch) -> dict[int, int]:
-    """Wait for the command, and keep by which signal each of its ranks ended before their parent asks for it."""
-    handles: dict[int, int] = {}
-    known: set[int] = set()
-    signals: dict[int, int] = {}
-    poll = select.poll()
+def _follow(process: subprocess.Popen[bytes], records: Path, watch: Watch) -> None:
+    """Wait for the command, and look at what its ranks hold meanwhile."""
+    while True:
+        watch.pids = _pids(records)
+        watch.look()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(SECONDS)
+            return
+
+
+def _pids(records: Path) -> list[int]:
+    return [int(file.stem) for file in records.glob("*.jsonl")]
+
+
+def read_ends(folder: Path) -> list[tuple[int, int, float]]:
+    """How ranks ended, in the order in which launchers saw it: the process, its status (negative: the signal), seconds."""
     try:
-        while process.poll() is None:
-            for pid in {int(file.stem) for file in records.glob("*.jsonl")} - known:
-                known.add(pid)
-                try:
-                    handle = os.pidfd_open(pid)
-                except (OSError, AttributeError):
-                    continue
-                handles[handle] = pid
-                poll.register(handle, select.POLLIN)
-            watch.pids = list(handles.values())
-            watch.look()
-            for handle, _ in poll.poll(SECONDS * 1000):
-                pid = handles.pop(handle)
-                ended = exit_signal(pid)
-                if ended:
-                    signals.setdefault(pid, ended)
-                poll.unregister(handle)
-                os.close(handle)
-    finally:
-        for handle in handles:
-            os.close(handle)
-    return signals
+        lines = (folder / "ends").read_text(encoding="ascii").splitlines()
+    except OSError:
+        return []
+    ranks = _pids(folder)
+    words = [line.split() for line in lines]
+    ends = [(int(pid), int(status), float(when)) for pid, status, when in (w for w in words if len(w) == 3)]
+    return [end for end in ends if end[0] in ranks]
+
+
+def explain_kill(found: Profiled, ends: list[tuple[int, int, float]], watch: Watch) -> str:
+    """The line about the rank that was killed; empty where none was, or its launcher did it since another one had failed."""
+    failed = [when for _, status, when in ends if status]
+    for pid, status, when in ends:
+        if status == -signal.SIGKILL and when - failed[0] < PATIENCE:
+            return watch.explain(pid, next((f"rank {rank.rank}" for rank in found.ranks if rank.pid == pid), f"process {pid}"))
+    if found.status == 128 + signal.SIGKILL and not failed:  # what shells and MPI's launchers make of it
+        lost = [rank for rank in found.ranks if not rank.ended]
+        pid, name = (lost[0].pid, f"rank {lost[0].rank}") if len(lost) == 1 else (0, "a process of the command")
+        return watch.explain(pid, name)
+    return ""
 
 
 def read_records(folder: Path, signals: dict[int, int]) -> list[Rank]:

@@ -8,6 +8,7 @@ import select
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
 from toolkit.profiling.oom import host_memory
 from toolkit.units import format_size
@@ -77,18 +78,22 @@ class Watch:
             self.available = left if self.available is None else min(left, self.available)
 
     def first_end(self) -> dict[int, int | None]:
-        """Wait until one of them ends; its signal (see `exit_signal`) by process."""
-        handles = {}
+        """Wait until one of them ends; its signal (see `exit_signal`) by process. Those that are gone already have ended."""
+        handles: dict[int, int] = {}
+        gone: dict[int, int | None] = {}
         poll = select.poll()
         for pid in self.pids:
             try:
                 handle = os.pidfd_open(pid)
+            except ProcessLookupError:
+                gone[pid] = None
+                continue
             except (OSError, AttributeError):
                 continue
             handles[handle] = pid
             poll.register(handle, select.POLLIN)
         try:
-            while handles:
+            while handles and not gone:
                 ended = [handles[handle] for handle, _ in poll.poll(SECONDS * 1000)]
                 signals = {pid: exit_signal(pid) for pid in ended}
                 if signals:
@@ -97,7 +102,7 @@ class Watch:
         finally:
             for handle in handles:
                 os.close(handle)
-        return {}
+        return gone
 
     def killed_for_memory(self) -> bool:
         """Whether the kernel has killed a process for memory since the watch began."""
@@ -123,18 +128,24 @@ def _attempt_folder() -> Path | None:
     return Path(error_file).parent.parent if error_file else None
 
 
-def leave_note() -> None:
-    """This process ends by itself."""
+def leave_note(what: Literal["started", "ended"]) -> None:
+    """Say to whoever watches that this process has started, or that it ends by itself."""
     folder = _attempt_folder()
     if folder is not None:
         with contextlib.suppress(OSError):
-            (folder / f"ended-{os.getpid()}").touch()
+            (folder / f"{what}-{os.getpid()}").touch()
 
 
 def left_no_note(pid: int) -> bool:
     """Whether a process that is gone was ended by something else, as far as that can be known."""
     folder = _attempt_folder()
     return folder is not None and folder.is_dir() and not (folder / f"ended-{pid}").exists()
+
+
+def _started() -> list[int]:
+    """The ranks that have left a note that they have, whether they are still there or not."""
+    folder = _attempt_folder()
+    return [int(note.name.partition("-")[2]) for note in folder.glob("started-*")] if folder is not None else []
 
 
 def first_of_node(what: str) -> bool:
@@ -162,16 +173,21 @@ def _claim_report() -> None:
 def main(arguments: list[str]) -> None:
     """Watch the children of a launcher (`pid`, its own pid to be left out) and explain the first that signal 9 ends."""
     launcher, own = int(arguments[0]), os.getpid()
-    pids = [int(a) for a in arguments[1:]] or [pid for pid in children_of(launcher) if pid != own]
+    pids = [int(a) for a in arguments[1:]] or [*{*children_of(launcher), *_started()} - {own}]
     watch = Watch(pids)
     watch.look()
-    for pid, signal in watch.first_end().items():
-        # A launcher that was quicker has asked for the signal already: what is known then is that the process left no note.
-        if signal == 9 or (signal is None and (watch.killed_for_memory() or left_no_note(pid))):
-            line = watch.explain(pid, f"process {pid} of this run", certain=signal == 9)
-            _claim_report()
-            print(f"error: {line}; fewer processes per node or no offload need less of it", file=sys.stderr, flush=True)
+    while watch.pids:
+        ends = watch.first_end()
+        for pid, signal in ends.items():
+            # A launcher that was quicker has asked for the signal already: what is known then is that the process left no note.
+            if signal == 9 or (signal is None and (watch.killed_for_memory() or left_no_note(pid))):
+                line = watch.explain(pid, f"process {pid} of this run", certain=signal == 9)
+                _claim_report()
+                print(f"error: {line}; fewer processes per node or no offload need less of it", file=sys.stderr, flush=True)
+                return
+        if not ends or not ends.keys().isdisjoint(_started()):
             return
+        watch.pids = [pid for pid in watch.pids if pid not in ends]  # helpers of the launcher come and go
 
 
 if __name__ == "__main__":

@@ -118,6 +118,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     quiet()
     own_tools_first()
     os.environ.update(launch_environment(os.environ))
+    leave_note("started")
     watch_for_kills()
     end_with_launcher()
     status = 0
@@ -149,7 +150,7 @@ def run(main: Callable[[list[str]], None]) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     rollcall.leave()
-    leave_note()
+    leave_note("ended")
     if ended or status:
         # Other ranks may wait in a collective operation for this one: leave without the atexit handlers that
         # wait too.
@@ -164,7 +165,7 @@ def run(main: Callable[[list[str]], None]) -> None:
 def end_now(line: str) -> None:
     """Say the line and leave the process from any thread: its main thread waits for something that won't come."""
     _report(line, 1)
-    leave_note()
+    leave_note("ended")
     os._exit(1)
 
 

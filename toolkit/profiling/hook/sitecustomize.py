@@ -2,6 +2,7 @@
 
 When torch's optimizers are imported, hooks on every optimizer's step write one line of JSON per step and rank: the highest
 point since the step before, and what is alive after it. A process that never steps leaves its first line alone.
+A process that is killed can't write: how it ended is noted by the one that asks the system for it, its launcher.
 """
 
 import atexit
@@ -18,6 +19,26 @@ from typing import Any
 TARGET = "torch.optim.optimizer"
 CATEGORIES_AT = 3
 """The step after which nothing new is held: categories are counted there."""
+
+
+def _note_ends(folder: str) -> None:
+    """Whoever waits for a process notes how it ended: the system tells that once, and nobody else can be sure to be first."""
+    wait = os.waitpid
+
+    def waitpid(pid: int, options: int, /) -> tuple[int, int]:
+        ended, status = wait(pid, options)
+        try:
+            if ended and (os.WIFEXITED(status) or os.WIFSIGNALED(status)):
+                with open(f"{folder}/ends", "a", encoding="ascii") as file:  # noqa: PTH123
+                    file.write(f"{ended} {os.waitstatus_to_exitcode(status)} {time.monotonic()}\n")
+        except Exception:
+            pass  # a full disk, or an interpreter that is being taken down
+        return ended, status
+
+    os.waitpid = waitpid
+    early = getattr(sys.modules.get("subprocess"), "_del_safe", None)
+    if early is not None:  # it was imported before this file, and keeps the function
+        early.waitpid = waitpid
 
 
 def _chain() -> None:
@@ -152,5 +173,6 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 if os.environ.get("TOOLKIT_PROFILE"):
+    _note_ends(os.environ["TOOLKIT_PROFILE"])
     sys.meta_path.insert(0, _Finder())
     _chain()
