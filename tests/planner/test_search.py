@@ -13,7 +13,7 @@ from toolkit.planner.candidates import candidates
 from toolkit.planner.ladder import ladder
 from toolkit.planner.recommendation import Recommendation, recommend
 from toolkit.planner.search import ALIKE, Evaluated, Request, Search, choose
-from toolkit.specs import Workload
+from toolkit.specs import ModelSpec, Workload
 from toolkit.strategies import STRATEGIES
 from toolkit.units import GIB, MIB
 
@@ -203,6 +203,22 @@ def test_changes_are_held_to_an_estimate_and_sorted_by_what_they_bring(ask: Ask)
     assert keys == sorted(keys)
     assert all((change.short == 0) == change.fits for change in found.changes)
     assert all(change.option.startswith("--") for change in found.changes)
+
+
+def test_a_micro_batch_that_was_asked_for_is_halved_until_it_fits(ask: Ask) -> None:
+    found = recommend(ask(4, gpus=1, work=WORK.with_(micro_batch=160, accumulate=1), global_batch=320))
+    (smaller,) = (change for change in found.changes if change.what.startswith("micro-batch"))
+    assert smaller.fits and smaller.option == "--micro-batch 80"
+
+
+def test_aids_that_a_model_has_not_are_no_plans(ask: Ask) -> None:
+    albert = {"model_type": "albert", "hidden_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8}
+    request = replace(ask(0.3, gpus=2), model=ModelSpec(name="albert", config=albert))
+    found = recommend(request)  # no output layer for a chunked loss, and no checkpointing
+    assert found.chosen is None and found.changes
+    assert all(not r.candidate.aids for r in found.results if r.candidate.plan.strategy == "single")
+    with pytest.raises(UserError, match="no causal-lm of model type 'vit'"):
+        recommend(replace(request, model=ModelSpec(name="vit", config={"model_type": "vit"})))
 
 
 def test_alternatives_fit_and_say_what_they_trade(ask: Ask) -> None:

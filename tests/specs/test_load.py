@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def test_what_is_not_there_is_said_in_one_line(model: str, says: str, tmp_path: 
     [
         ("{oops", "is not JSON"),
         ("", "is not JSON"),
+        ('{"a":' * 100_000, "is not JSON"),
         ("[1, 2]", "holds a list, not a model's config"),
         ('"llama"', "holds a str"),
         ({"hidden_size": 64}, "has no model_type"),
@@ -91,6 +93,11 @@ def test_a_config_that_is_none_is_said_in_one_line(content: Any, says: str, tmp_
     with pytest.raises(UserError) as caught:
         load_model_spec(str(path))
     assert says in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_infinity_is_read_as_transformers_writes_it(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", {"model_type": "mamba2", "time_step_limit": [0.0, {"__float__": "Infinity"}]})
+    assert load_model_spec(str(path)).config["time_step_limit"] == [0.0, math.inf]
 
 
 def test_a_directory_without_a_config_is_named(tmp_path: Path) -> None:

@@ -189,6 +189,7 @@ def _facts(model: ModelSpec, trace: ModelTrace) -> ModelFacts:
         layers=len(trace.layer_paths),
         vocab_size=trace.vocab_size,
         hidden_size=trace.hidden_size,
+        left_out=model.left_out,
     )
 
 

@@ -110,6 +110,8 @@ class ModelFacts:
     layers: int
     vocab_size: int
     hidden_size: int
+    left_out: tuple[str, ...] = ()
+    """Parts of a multimodal model that are not counted: only its text model is."""
 
 
 @dataclass(frozen=True, kw_only=True)

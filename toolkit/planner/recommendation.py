@@ -205,6 +205,9 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
     base, request = closest.candidate, search.request
     work = base.workload
     tries: list[tuple[str, str, Any]] = []
+    if request.fixed_micro_batch and work.micro_batch > 1:
+        micro = _halved(search, closest)
+        tries.append((f"micro-batch {micro.workload.micro_batch}", f"--micro-batch {micro.workload.micro_batch}", micro))
     if work.loss == "standard":
         tries.append(("chunked loss", "--loss chunked", replace(base, workload=work.with_(loss="chunked"))))
     if work.seq_len > 512:
@@ -229,6 +232,20 @@ def _changes(search: Search, closest: Evaluated | None) -> list[Change]:
         if result.estimate is not None:
             out.append(Change(what, option, result.fits, 0 if result.fits else _short(result, request)))
     return sorted(out, key=lambda c: (not c.fits, c.short))
+
+
+def _halved(search: Search, closest: Evaluated) -> Any:
+    """The closest plan with the largest half, quarter, ... of its micro-batch that fits, else with the smallest."""
+    work = closest.candidate.workload
+    micro, accumulate = work.micro_batch, work.accumulate
+    while micro > 1:
+        smaller = next(size for size in range(micro // 2, 0, -1) if micro % size == 0)
+        accumulate *= micro // smaller if search.request.global_batch else 1
+        micro = smaller
+        candidate = search.with_micro_batch(closest.candidate, micro, accumulate)
+        if search.evaluate(candidate).fits:
+            break
+    return candidate
 
 
 def _in_another_engine(candidate: Any) -> Any:

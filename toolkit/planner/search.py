@@ -201,6 +201,8 @@ class Search:
         self.pruned = self._count_pruned(hopeless)
         if not results and self.impossible is not None:
             raise self.impossible
+        if results and not any(r.estimate for r in results):
+            raise UserError(results[0].why)
         return sorted(results, key=lambda r: r.candidate.order)
 
     def _possible(self, candidate: Candidate) -> bool:
@@ -212,13 +214,20 @@ class Search:
         return True
 
     def _tried(self, candidate: Candidate) -> Evaluated | None:
-        """The candidate with its best micro-batch; None when its ranks do not divide the global batch."""
+        """The candidate with its best micro-batch; None when its ranks do not divide the global batch, or the model has not what
+        an aid takes (activation checkpointing, an output layer)."""
         self.progress(candidate.name)
         try:
-            return self.best_micro_batch(self._with_buckets(candidate))
+            candidate = self._with_buckets(candidate)
         except UserError as error:
-            self.undivided = self.undivided or error
-            return None
+            result = Evaluated(candidate, None, False, str(error))
+        else:
+            try:
+                result = self.best_micro_batch(candidate)
+            except UserError as error:
+                self.undivided = self.undivided or error
+                return None
+        return None if result.estimate is None and candidate.aids else result
 
     def _split(self) -> list[Evaluated]:
         """Plans in which GPUs share a sample: for each rung and kind of split the first degree that fits, else the last."""

@@ -62,10 +62,17 @@ def _title(e: Estimate) -> str:
             f"{e.plan.label} on {c.world_size} x {unit}")
 
 
+def _say_left_out(out: Console, e: Estimate) -> None:
+    if e.model.left_out:
+        out.print(f"note: its text model alone is counted, without what its config calls {' and '.join(e.model.left_out)}",
+                  style="dim")
+
+
 def show_estimate(e: Estimate, margin: float | None) -> None:
     """The estimate of one plan: what is alive at the peak, what is around it, whether it fits."""
     out, m = console(), e.memory
     out.print(_title(e), style="bold")
+    _say_left_out(out, e)
     table = Table(box=box.SIMPLE_HEAD, title=f"Alive at the peak: {m.at_peak.phase}, {m.at_peak.module or 'the model itself'}",
                   title_justify="left", title_style="")
     table.add_column("what")
@@ -154,6 +161,7 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
         out.print(f"{e.model.name}: {format_count(e.model.parameters)} parameters, {r.request.workload.method}, "
                   f"{r.request.workload.precision}, {r.request.workload.seq_len} tokens; {format_size(e.memory.capacity)} on "
                   f"{unit}, {r.request.kept_free:.0%} of it kept free")
+        _say_left_out(out, e)
     shown = results if every else _worth_showing(results, r.chosen or r.closest)
     out.print(_plans(shown, r.chosen, small=out.width < SMALL))
     if len(shown) < len(results):

@@ -17,12 +17,17 @@ _UNLIMITED = ("t5", "mt5", "umt5", "bloom", "falcon")
 """Positions are relative, or computed: any length runs."""
 
 
+def _special_float(values: dict[str, Any]) -> Any:
+    """Infinity as transformers writes it, {"__float__": "Infinity"} (configuration_utils.py, _encode_special_floats)."""
+    return float(values["__float__"]) if values.keys() == {"__float__"} else values
+
+
 def _config_file(path: Path) -> dict[str, Any]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding="utf-8"), object_hook=_special_float)
     except OSError as error:
         raise UserError(f"{path} can't be read: {error.strerror}") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not JSON: {error}") from None
     if not isinstance(values, dict):
         raise UserError(f"{path} holds a {type(values).__name__}, not a model's config")

@@ -35,6 +35,15 @@ class ModelSpec:
         return self.config
 
     @property
+    def left_out(self) -> tuple[str, ...]:
+        """What of a multimodal config is not the text model: `vision`, `audio`."""
+        if self.text_config is self.config:
+            return ()
+        parts = {key.removesuffix("_config"): value for key, value in self.config.items() if key != "quantization_config"}
+        return tuple(part for part, value in parts.items() if isinstance(value, Mapping) and value is not self.text_config
+                     and part + "_config" in self.config)
+
+    @property
     def architecture(self) -> str:
         """The class that `architectures` names first, or an empty string."""
         names = self.config.get("architectures") or [""]

@@ -194,12 +194,15 @@ def _inject(model: Any, workload: Workload) -> None:
             return
     config = LoraConfig(r=workload.lora_rank, target_modules=targets, task_type="CAUSAL_LM",
                         lora_dropout=workload.variant.adapter_dropout)
+    linear = {name.rpartition(".")[2]: None for name, part in model.named_modules() if isinstance(part, nn.Linear)}
     with torch.device("meta"):
         try:
             inject_adapter_in_model(config, model)
         except ValueError as error:
-            first = str(error).splitlines()[0][:200]
-            raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first}") from None
+            first = str(error).splitlines()[0].removeprefix("[PEFT:PeftType.LORA] ").partition(". ")[0][:200]
+            others = [name for name in linear if f"'{name}'" not in first][:12]
+            raise UserError(f"lora-targets {workload.lora_targets!r} does not fit the model: {first.rstrip('.')}; "
+                            f"name some of {', '.join(others)}") from None
 
 
 def freeze_and_adapt(model: Any, workload: Workload) -> None:

@@ -69,6 +69,11 @@ class BuiltModel:
     parameters: int
     """Elements of the whole model, before it was cut; tied ones once."""
 
+    @property
+    def is_cut(self) -> bool:
+        """Whether some layers stand for others."""
+        return any(len(stack.kept) < stack.depth for stack in self.stacks)
+
 
 def model_kind(spec: ModelSpec, task: str = "auto") -> str:
     """What the model is trained as: the task asked for, else what its config's architecture says.
@@ -89,7 +94,7 @@ def model_kind(spec: ModelSpec, task: str = "auto") -> str:
     if model_type in ENCODER_TYPES:
         return "sequence-classification"
     if model_type:
-        return "causal-lm"
+        return "seq2seq-lm" if spec.config.get("is_encoder_decoder") else "causal-lm"
     raise UserError(f"{spec.name}: its config names neither model_type nor architectures, so there is no model to build")
 
 
@@ -149,6 +154,8 @@ def build_meta(spec: ModelSpec, workload: Workload, attention: str) -> tuple[nn.
     config = load_config(spec)
     if hasattr(config, "use_cache"):
         config.use_cache = False
+    if kind == "seq2seq-lm" and getattr(config, "decoder_start_token_id", None) is None:
+        config.decoder_start_token_id = 0  # which one makes no difference here
     dtype = torch.float32 if workload.loaded_dtype == "fp32" else torch.bfloat16
     auto = getattr(transformers, AUTO_CLASSES[kind])
     if spec.text_config is not spec.config and type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
@@ -158,11 +165,26 @@ def build_meta(spec: ModelSpec, workload: Workload, attention: str) -> tuple[nn.
             model = auto.from_config(config, dtype=dtype, attn_implementation=attention)
         except ValueError as error:
             text = str(error).splitlines()[0]
+            if "Unrecognized configuration class" in text:
+                raise UserError(_not_of_a_kind(spec, config, kind)) from None
             if attention != "sdpa" or "scaled_dot_product" not in str(error):
                 raise UserError(f"{spec.name}: it can't be built as {kind} with {attention} attention ({text[:160]})") from None
             # As transformers does when no implementation is asked for: eager where the model has no other.
             model = auto.from_config(config, dtype=dtype, attn_implementation="eager")
+        except (TypeError, AttributeError, LookupError, ArithmeticError, AssertionError, RuntimeError, ImportError) as error:
+            raise UserError(f"{spec.name}: it can't be built from its config ({type(error).__name__}: "
+                            f"{' '.join(str(error).split())[:160]})") from None
     return model, model.config, kind
+
+
+def _not_of_a_kind(spec: ModelSpec, config: Any, kind: str) -> str:
+    """The line about a family that is not trained in the way that is asked for, or in none that is estimated."""
+    import transformers
+
+    fit = [task for task, auto in AUTO_CLASSES.items() if type(config) in getattr(transformers, auto)._model_mapping
+           and not (task == "causal-lm" and getattr(config, "is_encoder_decoder", False))]  # half of what hears or sees
+    way = f"say --task {' or '.join(fit)}" if fit else f"only models of text are estimated ({', '.join(AUTO_CLASSES)})"
+    return f"{spec.name}: transformers has no {kind} of model type {config.model_type!r}; {way}"
 
 
 def _text_of_multimodal(spec: ModelSpec, dtype: torch.dtype, attention: str) -> nn.Module:
@@ -226,8 +248,8 @@ def _choose(signatures: list[tuple[Any, ...]], layer_types: list[Any] | None) ->
     return kept, [0, 1, *inside, position[depth - 1]]
 
 
-def _cut(model: nn.Module, config: Any) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
-    """Cut every stack of the model in place and make the config's per-layer lists match."""
+def _cut(model: nn.Module, config: Any, whole: bool) -> tuple[tuple[Stack, ...], tuple[str, ...]]:
+    """Cut every stack of the model in place and make the config's per-layer lists match; `whole`: find them, and keep all."""
     from torch import nn
 
     stacks: list[Stack] = []
@@ -236,7 +258,9 @@ def _cut(model: nn.Module, config: Any) -> tuple[tuple[Stack, ...], tuple[str, .
         depth = len(layers)
         types = getattr(config, "layer_types", None)
         signatures = [_signature(layer) for layer in layers]
-        kept, stands_for = _choose(signatures, types if types and len(types) == depth else None)
+        kept, stands_for = list(range(depth)), list(range(depth))
+        if not whole:
+            kept, stands_for = _choose(signatures, types if types and len(types) == depth else None)
         for layer in layers:
             classes[type(layer).__name__] = None
         stacks.append(Stack(path, tuple(kept), tuple(stands_for)))
@@ -287,14 +311,15 @@ _KEPT: dict[str, BuiltModel] = {}
 trace."""
 
 
-def build(spec: ModelSpec, workload: Workload, attention: str) -> BuiltModel:
-    """The cut model on the meta device; the caller applies adapters and quantization and materialises it."""
-    key = json.dumps([spec.name, spec.trust_remote_code, dict(spec.config), workload.task, workload.loaded_dtype, attention],
-                     default=str)
+def build(spec: ModelSpec, workload: Workload, attention: str, *, whole: bool = False) -> BuiltModel:
+    """The cut model (`whole`: with all its layers) on the meta device; the caller applies adapters and quantization and makes it
+    fake."""
+    key = json.dumps([spec.name, spec.trust_remote_code, dict(spec.config), workload.task, workload.loaded_dtype, attention,
+                      whole], default=str)
     if key not in _KEPT:
         model, config, kind = build_meta(spec, workload, attention)
         parameters = sum(p.numel() for p in model.parameters())
-        stacks, classes = _cut(model, config)
+        stacks, classes = _cut(model, config, whole)
         _KEPT.clear()
         _KEPT[key] = BuiltModel(model, config, kind, stacks, classes, parameters)
     return copy.deepcopy(_KEPT[key])

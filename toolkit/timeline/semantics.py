@@ -10,12 +10,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.nn import functional as F
 
+from toolkit.errors import UserError
 from toolkit.timeline.losses import loss_of
 from toolkit.timeline.sequence_parallel import ring_attention, ulysses
 
@@ -96,8 +98,6 @@ def _fuse_kernels(model: Any, swiglu: bool) -> None:
 
 def _checkpoint_selectively(model: Any, every_second: bool) -> None:
     """Save the outputs of matrix products and attention, recompute the rest (torch's selective checkpointing)."""
-    import functools
-
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
     aten = torch.ops.aten
@@ -117,12 +117,14 @@ def _checkpoint_selectively(model: Any, every_second: bool) -> None:
 
         return create_selective_checkpoint_contexts(policy)
 
-    _enable_checkpointing(model, {"use_reentrant": False, "context_fn": functools.partial(contexts)})
+    _enable_checkpointing(model, {"use_reentrant": False, "context_fn": partial(contexts)})
 
 
 def _enable_checkpointing(model: Any, options: dict[str, Any]) -> None:
     import warnings
 
+    if not getattr(model, "supports_gradient_checkpointing", False):
+        raise UserError(f"{type(model).__name__} has no activation checkpointing in transformers; checkpointing none is left")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # the method's name changes with transformers 6
         model.gradient_checkpointing_enable(options)
@@ -148,13 +150,21 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-               enable_gqa: bool = False) -> torch.Tensor:
-    """Flash attention for 16-bit inputs without a mask, the memory-efficient kernel otherwise (ATen sdp_utils.cpp)."""
+               enable_gqa: bool = False, *, pad_values: bool = False) -> torch.Tensor:
+    """Flash attention for 16-bit inputs without a mask, the memory-efficient kernel otherwise (ATen sdp_utils.cpp).
+
+    The flash kernel takes one width for all (check_head_dim_size_flash). Where values are narrower (DeepSeek's latent attention),
+    transformers pads them when flash attention is asked for (integrations/flash_attention.py), `pad_values`.
+    """
+    width = value.shape[-1]
+    if pad_values and width < query.shape[-1]:
+        value = F.pad(value, (0, query.shape[-1] - width))
+        return _attention(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)[..., :width]
     if torch.is_autocast_enabled("cpu"):
         dtype = torch.get_autocast_dtype("cpu")
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     half = query.dtype in (torch.bfloat16, torch.float16)
-    if attn_mask is None and half and query.shape[-1] <= 256:
+    if attn_mask is None and half and query.shape[-1] == value.shape[-1] <= 256:
         return torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
     if enable_gqa and key.shape[1] != query.shape[1]:
         groups = query.shape[1] // key.shape[1]
@@ -199,7 +209,8 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
             ("torch", "set_rng_state", lambda state: None),
         ]
     else:
-        patches += [("torch.nn.functional", "scaled_dot_product_attention", _attention),
+        patches += [("torch.nn.functional", "scaled_dot_product_attention",
+                     partial(_attention, pad_values=workload.attention == "flash")),
                     ("torch.nn.functional", "dropout", _dropout)]
         patches += [("torch.nn.functional", name, _in_fp32(getattr(F, name))) for name in _FP32_ON_CUDA]
     if numerics.cp > 1:
@@ -235,6 +246,8 @@ def _patched(module: str, name: str, value: Any) -> Iterator[None]:
 def _replace_head(model: Any, loss: str) -> None:
     """The output layer computes the loss itself: in checkpointed chunks, or as Liger's fused kernel does."""
     head = model.get_output_embeddings()
+    if head is None:
+        raise UserError(f"loss {loss} needs an output layer over words, which {type(model).__name__} has not: say standard")
     part = _fused_part if loss == "fused" else _chunked_part
 
     def forward(self: Any, hidden: torch.Tensor) -> torch.Tensor:
@@ -309,14 +322,14 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
     """Forward and loss; returns the loss. Nothing else is kept, unless the variant's loop names the logits: they go to `keep`."""
     run: Callable[..., Any] = model.__call__
     variant = workload.variant
+    inputs = {k: v for k, v in batch.items() if k != "labels"}
+    if getattr(model.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = batch["labels"]
     if workload.loss != "standard":
-        inputs = {k: v for k, v in batch.items() if k != "labels"}
         return _wrapped(lambda: run(**inputs).logits, numerics)
     if workload.loss_only:
-        return _wrapped(lambda: _summed(run, batch), numerics)
+        return _wrapped(lambda: _summed(run, inputs, batch["labels"]), numerics)
     if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss or variant.compiled_loss:
-        inputs = {k: v for k, v in batch.items() if k != "labels"}
-
         def with_loss() -> dict[str, Any]:
             box = [run(**inputs).logits]
             if variant.fp32_output:
@@ -331,10 +344,9 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
     return _wrapped(lambda: run(**batch), numerics).loss
 
 
-def _summed(run: Callable[..., Any], batch: dict[str, Any]) -> torch.Tensor:
+def _summed(run: Callable[..., Any], inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
     """The summed cross entropy of the shifted labels, as the recipe's forward computes it."""
-    labels = batch["labels"]
-    logits = run(**{k: v for k, v in batch.items() if k != "labels"}).logits
+    logits = run(**inputs).logits
     if logits.dim() == 2:
         return F.cross_entropy(logits.float(), labels, reduction="sum")
     shifted = F.pad(labels, (0, 1), value=-100)[..., 1:].contiguous()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -46,12 +47,29 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
     Raises:
         UserError: the model can't be built, or an operator of it can't run on fake tensors (it is named).
     """
+    from toolkit.timeline import semantics
+
+    attention = semantics.attention_name(workload.attention, numerics.device)
+    built = build(spec, workload, attention)
+    try:
+        return _trace(spec, built, workload, numerics)
+    except _CodeFails:
+        if not built.is_cut:
+            raise
+    # Code that knows its layers by number (Zamba2's, Gemma 3n's) runs only with all of them.
+    return _trace(spec, build(spec, workload, attention, whole=True), workload, numerics)
+
+
+class _CodeFails(UserError):
+    """The model's own code does not run on fake tensors."""
+
+
+def _trace(spec: ModelSpec, built: BuiltModel, workload: Workload, numerics: Numerics) -> ModelTrace:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from toolkit.timeline import adapters, semantics, sequence_parallel, tensor_parallel
 
-    built = build(spec, workload, semantics.attention_name(workload.attention, numerics.device))
     sequence_parallel.check(spec.name, built.config, numerics.cp, numerics.sp)
     with ExitStack() as stack:
         mesh = stack.enter_context(tensor_parallel.ranks(numerics.tp, numerics.cp))
@@ -63,15 +81,32 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
         itemsizes = {name: p.element_size() for name, p in built.model.named_parameters()}
         _cast(built.model, numerics)
         semantics.prepare(built.model, workload, numerics)
+        log = logging.getLogger("torch._subclasses.fake_tensor")  # which would print a traceback of what is one line here
+        stack.callback(setattr, log, "disabled", log.disabled)
+        log.disabled = True
         try:
             recorder = _record(built, workload, numerics, mesh)
-        except (NotImplementedError, RuntimeError, TypeError) as error:
-            if isinstance(error, torch.cuda.OutOfMemoryError):
+        except (NotImplementedError, RuntimeError, TypeError, ValueError, LookupError, AttributeError, AssertionError) as error:
+            if isinstance(error, (torch.cuda.OutOfMemoryError, UserError)):
                 raise
-            text = " ".join(str(error).split())[:300]
-            raise UserError(f"{spec.name} does not trace on fake tensors: {type(error).__name__}: {text}; "
-                            "try --attention eager, or a workload without compile") from error
+            raise _CodeFails(_no_trace(spec.name, workload, error)) from error
     return expand(built, recorder, workload, itemsizes)
+
+
+def _no_trace(name: str, workload: Workload, error: Exception) -> str:
+    """The line about model code that fails: with the error, the module's line where it arose, and what else may do."""
+    import traceback
+
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/models/" in frame.filename]
+    where = f" (in {frames[-1].name}, {frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    text = " ".join(str(error).split())[:240]
+    if type(error).__name__ == "DataDependentOutputException":
+        return f"{name} can't be traced without data: what its code does depends on values{where}"
+    others = [] if workload.attention == "eager" else ["--attention eager"]
+    others += ["it without --compile"] if workload.compile else []
+    others += ["other --lora-targets"] if workload.method != "full" else []
+    hint = f"; try {' or '.join(others)}" if others else ""
+    return f"{name} does not trace on fake tensors: {type(error).__name__}: {text}{where}{hint}"
 
 
 def _cast(model: Any, numerics: Numerics) -> None:
