@@ -129,6 +129,8 @@ OTHERS = [
     (("catalog",), "Missing argument"),
     (("catalog", "cars"), "catalog 'cars' is not one of gpus, models, strategies, optimizers"),
     (("catalog", "gpus", "x"), "unexpected extra argument"),
+    (("checkpoint", "inspect"), "see toolkit checkpoint inspect --help"),
+    (("scaling", "tiny", "--max-gpus", "0", *SHORT), "max-gpus is 0; it must be at least 1"),
     (("doctor", "x"), "unexpected extra argument"),
     (("check",), "Missing argument 'FILE...'"),
     (("check", "gone.yaml"), "'gone.yaml' can't be read"),

@@ -53,11 +53,19 @@ def test_characters_whose_bytes_are_spread_over_tokens_are_shown_whole(run: Run,
     assert [part["text"] for part in example["parts"]] == ["日本\n", "語 é<|end|>"]
 
 
+def test_data_does_not_steer_the_terminal(run: Run, tmp_path: Path, tiny_model: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a\x1b[31mb\x07\r\tc"}) + "\n", encoding="utf-8")
+    shown = run("data", "show", path, "--model", tiny_model).out
+    assert "\\x1b[31mb\\x07\\x0d" in shown and not {"\x1b", "\x07", "\r"} & set(shown)
+
+
 @pytest.mark.parametrize(
     ("content", "options", "said"),
     [
         ('{"text": "x y"}\n{"text": \n', (), "line 2 is not JSON"),
         ('{"a": 1}\n', (), "has nothing to train on (keys: a)"),
+        ('{"text": null}\n', (), "'text' holds None; it must be a string"),
         ("\n", (), "holds no records"),
         ('{"messages": [{"role": "user", "content": "Why?"}]}\n', (), "no sample has a token to train on"),
         ('{"input_ids": [1, 99999]}\n', (), "tokenised for another model"),

@@ -8,7 +8,7 @@ import pytest
 
 from toolkit.errors import UserError
 from toolkit.planner.scaling import Curve, counts, scaling
-from toolkit.report.curve import svg
+from toolkit.report.curve import show_curves, svg
 from toolkit.specs import Cluster, ModelSpec, Plan, Workload
 from toolkit.specs.catalog import gpu
 
@@ -25,6 +25,18 @@ WORK = Workload(seq_len=256, micro_batch=4, loss_only=True)
 @pytest.fixture(scope="module")
 def curves() -> dict[str, Curve]:
     return {mode: scaling(MODEL, WORK, Plan(strategy="fsdp"), NODE, 32, mode=mode) for mode in ("weak", "strong")}  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("width", [80, 110])
+def test_a_table_of_a_usual_terminal_cuts_nothing_off(width: int, curves: dict[str, Curve], monkeypatch: pytest.MonkeyPatch,
+                                                      capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", str(width))
+    long = Plan(strategy="zero3", offload="optimizer")
+    points = [replace(p, estimate=replace(p.estimate, plan=long)) for p in curves["strong"].points]
+    show_curves([replace(curves["strong"], points=points)])
+    lines = capsys.readouterr().out.splitlines()
+    assert all(len(line) <= width for line in lines) and not any("…" in line for line in lines)
+    assert sum("computation" in line for line in lines) >= 5 and sum("zero3-offload-" in line for line in lines) == len(points)
 
 
 def test_counts_double_inside_a_node_and_then_in_whole_nodes() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from toolkit.cli.catalog import TABLES
 from toolkit.estimate.engine import Estimator
 from toolkit.estimate.result import CATEGORIES, Estimate
 from toolkit.planner.recommendation import Recommendation, recommend
@@ -19,7 +20,7 @@ from toolkit.specs import ModelSpec, Plan, Workload
 from toolkit.specs.detect import make_cluster
 from toolkit.units import GIB, format_count, format_size
 
-WIDTHS = [60, 110, 200]
+WIDTHS = [60, 80, 110, 200]
 CONFIG = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 64, "intermediate_size": 128,
           "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 256, "max_position_embeddings": 512}  # fmt: skip
 SPEC = ModelSpec(name="tiny", config=CONFIG)
@@ -136,6 +137,17 @@ def test_rows_of_a_catalog_are_whole(width: int, capsys: pytest.CaptureFixture[s
     text = capsys.readouterr().out
     assert "gpt2-medium" in text and "355 M" in text and "1 M" in text and "…" not in text
     assert all(len(line) <= width for line in text.splitlines())
+
+
+@pytest.mark.parametrize("what", ["gpus", "models", "strategies"])
+def test_names_of_a_catalog_are_whole_in_a_usual_terminal(what: str, monkeypatch: pytest.MonkeyPatch,
+                                                          capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    rows = TABLES[what]()
+    show_rows(what, rows)
+    lines = capsys.readouterr().out.splitlines()
+    assert {str(row["name"]) for row in rows} <= {line.split()[0] for line in lines if line.strip()}
+    assert all(len(line) <= 80 for line in lines)
 
 
 def test_the_doctor_says_what_is_missing(width: int, capsys: pytest.CaptureFixture[str]) -> None:

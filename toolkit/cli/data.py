@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json as json_module
+import re
 from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
@@ -78,6 +79,11 @@ def typing_of(kind: type, name: str) -> Any:
     return get_type_hints(kind)[name]
 
 
+def _visible(text: str) -> str:
+    """Control characters as their escapes: data must not steer the terminal."""
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda found: f"\\x{ord(found.group()):02x}", text)
+
+
 def _object(store: TokenStore, examples: list[Example]) -> dict[str, Any]:
     return {
         "schema": 1,
@@ -103,7 +109,8 @@ def _show(store: TokenStore, examples: list[Example], data: list[str]) -> None:
         for part in example.parts:
             # Without colours, brackets say the same.
             marks = ("", "") if console.color_system else ("⟦", "⟧")
-            text.append(f"{marks[0]}{part.text}{marks[1]}" if part.trained else part.text, "green" if part.trained else "dim")
+            shown = _visible(part.text)
+            text.append(f"{marks[0]}{shown}{marks[1]}" if part.trained else shown, "green" if part.trained else "dim")
         console.print(text)
         console.print()
     facts, lengths = store.facts, store.lengths

@@ -59,7 +59,7 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(error.exit_code)
     except BadCommandLine as error:  # a missing argument, an unknown option or command
         context = getattr(error, "ctx", None)
-        name = f"toolkit {context.info_name}" if context is not None and context.parent else "toolkit"
+        name = context.command_path if context is not None else "toolkit"
         _say(f"{' '.join(error.format_message().split()).rstrip('.')}; see {name} --help")
         sys.exit(2)
     except (typer.Abort, KeyboardInterrupt):

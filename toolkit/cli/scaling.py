@@ -52,6 +52,8 @@ def scaling(
         raise UserError(f"gain is {gain}; it must lie above 1 and be at most 2")
     if global_batch is not None and global_batch < 1:
         raise UserError(f"global-batch is {global_batch}; it must be at least 1")
+    if max_gpus < 1:
+        raise UserError(f"max-gpus is {max_gpus}; it must be at least 1")
     if gpus is None and gpu not in ("auto", "cpu"):
         values["gpus"] = min(8, max_gpus)
     workload = o.workload_from(values).with_(loss_only=True, packed=True)

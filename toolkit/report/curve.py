@@ -16,25 +16,31 @@ if TYPE_CHECKING:
     from toolkit.planner.scaling import Curve
 
 WIDTH, HEIGHT, LEFT, BOTTOM, TOP, RIGHT = 720, 420, 80, 60, 50, 30
+NAMES = ("GPUs", "nodes", "plan", "batch", "peak", "fits", "tokens/s", "efficiency", "waiting", "bound by")
 COLOURS = {"weak": "#1f77b4", "strong": "#d95f02"}
 
 
 def show_curves(curves: list[Curve]) -> None:
     """A table per mode, then what it shows in a sentence each."""
     out = console()
+    small = out.width < 100  # without bars, so that plans and what bounds them are whole
+    left_out = ("nodes", "waiting") if small else ()
     for curve in curves:
         kept = "the work of each GPU stays" if curve.mode == "weak" else "the global batch stays"
-        table = Table(box=box.SIMPLE_HEAD, title=f"{curve.mode} scaling: {kept}", title_justify="left", title_style="bold")
-        for name in ("GPUs", "nodes", "plan", "batch", "peak", "fits", "tokens/s", "efficiency", "waiting", "bound by"):
-            table.add_column(name, justify="left" if name in ("plan", "efficiency", "bound by", "fits") else "right")
+        table = Table(box=box.SIMPLE_HEAD, title=f"{curve.mode} scaling: {kept}", title_justify="left", title_style="bold",
+                      padding=(0, 1, 0, 0))
+        for name in (name for name in NAMES if name not in left_out):
+            table.add_column(name, justify="left" if name in ("plan", "efficiency", "bound by", "fits") else "right",
+                             no_wrap=name != "plan", overflow="fold", min_width=14 if name == "plan" else None)
         for p in curve.points:
             e = p.estimate
             work, time = e.workload, e.time
             batch = f"{work.micro_batch}" + (f" x {work.accumulate}" if work.accumulate > 1 else "")
-            table.add_row(str(p.gpus), str(p.nodes), e.plan.label, batch, format_size(e.memory.peak_total),
-                          "yes" if e.memory.fits else "no", format_count(time.tokens_per_second) if time else "-",
-                          f"{p.efficiency:>4.0%} {'█' * round(12 * min(1.0, p.efficiency))}",
-                          f"{time.communication_share:.0%}" if time else "-", p.bound)
+            bar = "" if small else f" {'█' * round(10 * min(1.0, p.efficiency))}"
+            cells = (str(p.gpus), str(p.nodes), e.plan.label, batch, format_size(e.memory.peak_total),
+                     "yes" if e.memory.fits else "no", format_count(time.tokens_per_second) if time else "-",
+                     f"{p.efficiency:>4.0%}{bar}", f"{time.communication_share:.0%}" if time else "-", p.bound)
+            table.add_row(*(cell for name, cell in zip(NAMES, cells, strict=True) if name not in left_out))
         out.print(table)
         over, knee = curve.overtaken, curve.knee
         out.print(f"Communication takes more than half of the step from {over} GPUs on." if over else

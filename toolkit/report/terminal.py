@@ -23,7 +23,7 @@ from toolkit.units import format_count, format_size
 BAR = 24
 NARROWEST = 40
 SMALL = 80
-"""Below this many characters a table leaves out what its other columns tell as well."""
+"""Up to so many characters, a usual terminal's, a table leaves out what its other columns or --json tell as well."""
 
 
 def console() -> Console:
@@ -163,7 +163,7 @@ def show_recommendation(r: Recommendation, *, every: bool, base_batch: int | Non
                   f"{unit}, {r.request.kept_free:.0%} of it kept free")
         _say_left_out(out, e)
     shown = results if every else _worth_showing(results, r.chosen or r.closest)
-    out.print(_plans(shown, r.chosen, small=out.width < SMALL))
+    out.print(_plans(shown, r.chosen, small=out.width <= SMALL))
     if len(shown) < len(results):
         out.print(f"({len(results) - len(shown)} more plans were tried; --all shows them)", style="dim")
     for why, count in r.pruned.items():
@@ -218,24 +218,36 @@ _COLUMNS = {
 }
 
 
+_SPARED = ("source", "engine", "offloads")
+_UNITS = {"bf16_flops": "bf16 FLOP/s", "fp32_flops": "fp32 FLOP/s"}
+
+
 def _cell(column: str, value: object) -> str:
     if value is None:
         return "-"
     if column == "memory" and isinstance(value, int):
         return format_size(value)
-    if column in ("bf16_flops", "fp32_flops", "bandwidth", "parameters") and isinstance(value, (int, float)):
+    if column == "bandwidth" and isinstance(value, (int, float)):
+        return f"{value / 1e9:,.0f} GB/s"
+    if column in ("bf16_flops", "fp32_flops", "parameters") and isinstance(value, (int, float)):
         return format_count(value)
     return ", ".join(map(str, value)) if isinstance(value, (tuple, list)) else str(value)
 
 
 def show_rows(what: str, rows: list[dict[str, Any]]) -> None:
     """One list of the catalog."""
-    table = Table(box=box.SIMPLE_HEAD)
-    for column in _COLUMNS[what]:
-        table.add_column(column.replace("_", " "), overflow="fold")
+    out = console()
+    small = out.width <= SMALL
+    left_out = [column for column in _COLUMNS[what] if small and column in _SPARED]
+    columns = [column for column in _COLUMNS[what] if column not in left_out]
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0) if small else (0, 1))
+    for column in columns:
+        table.add_column(_UNITS.get(column, column.replace("_", " ")), overflow="fold", no_wrap=column == "name")
     for row in rows:
-        table.add_row(*(_cell(column, row[column]) for column in _COLUMNS[what]))
-    console().print(table)
+        table.add_row(*(_cell(column, row[column]) for column in columns))
+    out.print(table)
+    if left_out:
+        out.print(f"--json and a wider terminal have more: {', '.join(left_out)}", style="dim")
 
 
 def show_doctor(facts: dict[str, Any], optional: dict[str, str]) -> None:

@@ -63,6 +63,11 @@ def recognise(record: Record, where: str) -> Kind:
         return "prompt-completion"
     if any(isinstance(record.get(key), str) for key in _TEXT):
         return "text"
+    for keys, kind in ((_CONVERSATION, "a list of messages with role and content"), (("input_ids",), "a list of token ids"),
+                       (_TEXT, "a string")):
+        for key in keys:
+            if key in record:
+                raise UserError(f"{where}: {key!r} holds {record[key]!r:.40}; it must be {kind}")
     raise UserError(f"{where} has nothing to train on (keys: {_keys(record)}); give messages, prompt and completion, text or "
                     "input_ids, or say which column is which: columns=prompt=QUESTION,completion=ANSWER")
 
