@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -131,6 +134,21 @@ for _ in range(4):
     assert status == 0, err
     large, small = found["ranks"]
     assert large["steps"] == small["steps"] == 4 and large["peak"] > 2 * small["peak"] and large["pid"] != small["pid"]
+
+
+def test_a_signal_to_the_profiler_is_the_commands_and_what_was_recorded_is_reported(script: Any, tmp_path: Path) -> None:
+    last = tmp_path / "stepped"
+    body = f"if step == 3: open({str(last)!r}, 'w').close()\n    import time; time.sleep(0.1 if step < 4 else 60)"
+    words = [sys.executable, "-m", "toolkit", "profile", "--output", str(tmp_path / "out"), "--", sys.executable]
+    quiet = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(Path(__file__).parents[2])}
+    pipes = {"stderr": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([*words, script(5, body)], **pipes, text=True, env=quiet) as profiler:
+        end = time.monotonic() + 60
+        while not last.exists() and time.monotonic() < end:
+            time.sleep(0.05)
+        profiler.terminate()
+        out, err = profiler.communicate(timeout=30)
+    assert profiler.returncode == 1 and "the command was ended by signal 15 after step " in err and "rank" in out, err
 
 
 def test_half_a_line_of_a_killed_rank_is_left_out(tmp_path: Path) -> None:

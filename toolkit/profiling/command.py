@@ -8,7 +8,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,8 @@ def profile_command(command: Sequence[str], folder: Path, *, stdout: int | None 
         raise UserError(f"command {command[0]!r} can't be started: {error.strerror or error}") from None
     watch = Watch([])
     try:
-        _follow(process, records, watch)
+        with _passed_on(process):
+            _follow(process, records, watch)
     except KeyboardInterrupt:  # the command has had it too: what it recorded until then is reported
         _finish(process)
     ends = read_ends(records)
@@ -137,6 +139,21 @@ def _environment(records: Path) -> dict[str, str]:
     if shim is not None:
         environment["LD_PRELOAD"] = ":".join(filter(None, (str(shim), os.environ.get("LD_PRELOAD"))))
     return environment
+
+
+@contextlib.contextmanager
+def _passed_on(process: subprocess.Popen[bytes]) -> Iterator[None]:
+    """A scheduler's signals are meant for the command: it may save and end, and what it recorded until then is reported."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    signals = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+    before = {number: signal.signal(number, lambda number, _: process.send_signal(number)) for number in signals}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _finish(process: subprocess.Popen[bytes]) -> None:

@@ -257,11 +257,16 @@ def expand(built: BuiltModel, recorder: Recorder, workload: Workload, itemsizes:
 
 
 def _notes(built: BuiltModel, workload: Workload) -> tuple[str, ...]:
-    """What of the workload the model could not have."""
+    """What of the workload the model could not have, and what it may have beside it."""
+    notes = []
     used = getattr(built.config, "_attn_implementation", None)
     if used == "eager" and workload.attention != "eager":
-        return (f"{type(built.model).__name__} has no {workload.attention} attention in transformers: eager is estimated",)
-    return ()
+        notes.append(f"{type(built.model).__name__} has no {workload.attention} attention in transformers: eager is estimated")
+    classes = {type(module).__name__ for module in built.model.modules()}
+    if scanning := sorted(name for name in classes if name.endswith(("Mixer", "GatedDeltaNet"))):
+        notes.append(f"{scanning[0]} is estimated as transformers computes it without kernels of its own; those of mamba-ssm, "
+                     "causal-conv1d or flash-linear-attention, where they are installed, need much less on a GPU")
+    return tuple(notes)
 
 
 def _final_norm(model: Any, paths: dict[int, str]) -> str:
