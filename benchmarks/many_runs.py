@@ -207,7 +207,7 @@ def arm(fault: dict[str, Any]) -> None:
 
     owners: list[tuple[Any, str, str]] = [
         (step, "count_batch", "step"), (step, "evaluate", "evaluation"), (store, "write_tensors", "file"),
-        (store, "_bytes", "tensor"), (os, "fsync", "sync"), (Path, "rename", "name"), (Path, "replace", "name"),
+        (store, "bytes_of", "tensor"), (os, "fsync", "sync"), (Path, "rename", "name"), (Path, "replace", "name"),
         (shutil, "rmtree", "remove"),
     ]  # fmt: skip
     for owner, attribute, name in owners:

@@ -84,11 +84,11 @@ def main(arguments: list[str]) -> None:
     checkpoints = Checkpoints(folder.path / "checkpoints", accelerator, identity, config.keep, log.say, folder.told(plan),
                               mode=config.checkpoint_mode, on_error=config.on_save_error)
     found = checkpoints.find(config.resume)
-    folder.write(plan, model, data, tokenizer, model_config)
     set_seed(config.seed, device_specific=True)  # From here on: other dropout masks on every rank.
     done = checkpoints.begin(found)
+    folder.write(plan, model, data, tokenizer, model_config)
     predicted = preflight.predicted(plan)
-    log.facts(folder.description(plan, parameters, trainable, data, total_steps, predicted, found))
+    log.facts(folder.description(plan, parameters, trainable, data, total_steps, predicted, checkpoints.resumed))
     gc.collect()
 
     # The loop. A step is one update of the weights from `accumulate` micro-batches on each rank.

@@ -106,19 +106,19 @@ class Launch:
 
     def load_ours(self, name: str) -> None:
         """One, however it came about."""
-        from toolkit.training.state import store
+        from toolkit.training.state import loading
 
         found = self.checkpoints.find(str(self.folder / name))
         assert found is not None
-        read, really = [0], store._read_into
+        read, really = [0], loading.read_into
 
         def counted(data: memoryview, *place: Any) -> None:
             read[0] += len(data)
             really(data, *place)
 
-        store._read_into = counted
+        loading.read_into = counted
         self.step = self.checkpoints.load(found).step
-        store._read_into = really
+        loading.read_into = really
         self.note("bytes read by loading", read[0])
 
     def gather(self) -> None:

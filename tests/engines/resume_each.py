@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from toolkit.training.config import TrainConfig, parse_arguments
 from toolkit.training.start import run
 
@@ -38,12 +40,27 @@ def main(arguments: list[str]) -> None:
     for name, path in json.loads(os.environ["RESUME_FROM"]).items():
         found = checkpoints.find(path)
         assert found is not None
+        torch.use_deterministic_algorithms(True, warn_only=True)  # Memory that nothing has filled is NaN.
         done = checkpoints.load(found)
+        torch.use_deterministic_algorithms(False)
+        check_whole(model, optimizer)
         steps = range(done.step + 1, (config.max_steps or 0) + 1)
         told[name] = [train(accelerator, model, optimizer, config, data, step) for step in steps]
     if accelerator.is_main_process:
         Path(config.output).mkdir(parents=True, exist_ok=True)
         (Path(config.output) / "resumed.json").write_text(json.dumps(told), encoding="utf-8")
+
+
+def check_whole(model: Any, optimizer: Any) -> None:
+    """All of the optimizer's state is filled, DeepSpeed's padding too, and what ZeRO computes with is cast from its masters."""
+    inner = getattr(optimizer.optimizer, "optimizer", optimizer.optimizer)
+    values = [value for state in inner.state.values() for value in state.values() if torch.is_tensor(value)]
+    assert values or type(inner) is torch.optim.SGD
+    assert not any(getattr(value, "_local_tensor", value).isnan().any() for value in values)
+    if hasattr(optimizer.optimizer, "update_lp_params"):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.optimizer.update_lp_params()
+        assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
 def train(accelerator: Any, model: Any, optimizer: Any, config: TrainConfig, data: Any, step: int) -> list[float]:

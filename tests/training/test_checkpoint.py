@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from toolkit.training.checkpoint import Checkpoints, NotSaved, is_complete
 from toolkit.training.config import TrainConfig
 from toolkit.training.identity import Identity, Progress
 from toolkit.training.run_folder import check_room
+from toolkit.training.state.manifest import named
 
 IDENTITY = Identity(strategy="single", processes=1, method="full", optimizer="adamw", data="abc", rows=8)
 
@@ -79,6 +81,43 @@ def test_a_damaged_checkpoint_is_passed_over(damage: str, accelerator: Any, trai
     assert checkpoints.find("auto") == checkpoints.folder / "step-00000001"
     with pytest.raises(UserError, match="no complete checkpoint"):
         checkpoints.find(str(last))
+
+
+def flip(path: Path) -> None:
+    """One bit of the weights, which only a checksum tells."""
+    file = path / "rank-00000-000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+
+
+def test_what_turns_out_to_be_damaged_while_it_is_loaded_gives_way_to_the_one_before(
+    accelerator: Any, trained: Any, tmp_path: Path
+) -> None:
+    model, optimizer = trained
+    checkpoints, said, weights = make(accelerator, tmp_path, keep=3), [], {}
+    checkpoints.say = said.append
+    for step in (1, 2, 3):
+        update(model, optimizer)
+        checkpoints.save(Progress(step=step))
+        weights[step] = model.weight.detach().clone()
+    first, second, third = named(checkpoints.folder)
+    flip(third)
+    assert checkpoints.begin(checkpoints.find("auto")) == Progress(step=2) and checkpoints.resumed == second
+    assert torch.equal(model.weight, weights[2])
+    shard = third / "rank-00000-000.safetensors"
+    assert said == [f"warning: {third.name} is passed over: the contents of {shard} are not what was written"]
+    with pytest.raises(UserError, match="the contents of .* are not what was written"):
+        checkpoints.begin(checkpoints.find(str(third)))
+    flip(second)
+    flip(first)
+    found = checkpoints.find("auto")
+    with pytest.raises(UserError, match="has no checkpoint that is sound; start anew with resume=never"):
+        checkpoints.begin(found)
+    for path in (second, third):
+        shutil.rmtree(path)
+    before = model.weight.detach().clone()
+    assert checkpoints.find("auto") is None and torch.equal(model.weight, before)  # It is the last: found before it is loaded.
 
 
 @pytest.mark.parametrize(("name", "value"), [("method", "lora"), ("optimizer", "sgd"), ("data", "other")])

@@ -22,6 +22,7 @@ from toolkit.training.run_folder import versions, write_json
 from toolkit.training.state.manifest import (
     FORMAT,
     MANIFEST,
+    SHARD,
     STATE,
     damage,
     flush,
@@ -39,6 +40,10 @@ if TYPE_CHECKING:
     from toolkit.training.state.share import HostRoom, Share
 
 _SCRATCH = ".saving-"
+
+
+class Damaged(UserError):
+    """A checkpoint of which not all is as it was written."""
 
 
 class NotSaved(ToolkitError):
@@ -64,6 +69,11 @@ class Checkpoints:
         self.say, self.record, self.mode, self.on_error = say, record or {}, mode, on_error
         self.saved: int | None = None
         """Step of the newest checkpoint that this object wrote, or went on from."""
+        self.resumed: Path | None = None
+        """The checkpoint that this object went on from."""
+        self._left: list[Path] = []
+        """Where else to go on from, should the one that `find` gave turn out to be broken; newest first."""
+        self._verified: Path | None = None
         self._room: HostRoom | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._saving: tuple[Generator[Future[Any], Any, str | None], Future[Any]] | None = None
@@ -77,8 +87,8 @@ class Checkpoints:
     def find(self, resume: str) -> Path | None:
         """The checkpoint that `resume` (auto, never, or a path) means. Every rank must call it.
 
-        `auto` passes over broken ones and says so by name. All contents are held to their checksums, a share by
-        each rank.
+        `auto` passes over broken ones and says so by name. Files are held to their checksums, a share by each rank: the small
+        ones here, the others while `load` reads them.
 
         Raises:
             UserError: a path that is no complete checkpoint, or one of another method, optimizer, global batch or
@@ -89,11 +99,18 @@ class Checkpoints:
         if resume == "never":
             return None
         candidates = [Path(resume)] if resume != "auto" else list(reversed(named(self.folder)))
-        [candidates] = broadcast_object_list([candidates])  # Ranks must not choose by what each of them sees.
-        for path in candidates:
-            problem = self._damage(path)
+        [self._left] = broadcast_object_list([candidates])  # Ranks must not choose by what each of them sees.
+        return self._next_sound(resume)
+
+    def _next_sound(self, resume: str) -> Path | None:
+        while self._left:
+            path = self._left.pop(0)
+            # When the last one is broken too, the run starts anew, with the weights that are there now.
+            last = resume == "auto" and not self._left
+            problem = self._together({}, damage(path, self._rank, contents="all" if last else "small"))[1]
             if problem is None:
                 self.identity.check(path, read_manifest(path)["identity"])
+                self._verified = path if last else None
                 return path
             if resume != "auto":
                 newest = newest_in(path / "checkpoints")
@@ -102,27 +119,38 @@ class Checkpoints:
             self.say(f"warning: {path.name} is passed over: {problem}")
         return None
 
-    def _damage(self, path: Path) -> str | None:
-        from accelerate.utils import gather_object
-
-        found = damage(path, (self.accelerator.process_index, self.accelerator.num_processes))
-        return next(filter(None, gather_object([found])), None)
+    @property
+    def _rank(self) -> tuple[int, int]:
+        return self.accelerator.process_index, self.accelerator.num_processes
 
     def load(self, path: Path) -> Progress:
         """Put weights, optimizer state and random states of every rank back. Every rank must call it.
 
+        Files are held to their checksums while they are read, a share by each rank.
+
         Raises:
+            Damaged: not all is as it was written; by then weights and optimizer state hold some of it.
             UserError: it is a checkpoint of another model.
         """
-        from toolkit.training.state.live import live_state, load_state
+        from toolkit.training.state.live import fill, live_state
         from toolkit.training.state.scaler import restore_scaler
         from toolkit.training.state.store import Reader
 
         state, files = read_state(path), read_manifest(path)["files"]
-        done = Progress(**state["progress"])
-        reader = Reader(path, [name for name in files if name.startswith("rank-")])
-        load_state(live_state(self.accelerator), reader, done.step, done.skipped)
+        done, live = Progress(**state["progress"]), live_state(self.accelerator)
+        reader = Reader(path, [name for name in files if name.startswith(SHARD)])
+        rank, world = self._rank
+        held = {name: files[name]["xxh3"] for name in reader.files
+                if path != self._verified and int(name.split("-")[1]) % world == rank}  # fmt: skip
+        problem, failure = None, None
+        try:
+            problem = fill(live, reader, held)
+        except Exception as error:  # noqa: BLE001 - the other ranks wait for the outcome
+            problem, failure = damage(path, self._rank), error  # What is damaged may be why.
         reader.close()
+        self._agree(problem, failure)
+        live.settle(done.step, done.skipped)
+        self.resumed = path
         restore_scaler(self.accelerator, state["scaler"])
         self._restore_random(path, state["identity"], done.step)
         made, now = state["identity"], self.identity
@@ -136,6 +164,17 @@ class Checkpoints:
         if path.parent == self.folder:
             self.saved = done.step
         return done
+
+    def _agree(self, problem: str | None, failure: Exception | None) -> None:
+        """Raise on every rank what went wrong on any."""
+        from toolkit.training.state.share import told
+
+        problem = self._together({}, problem)[1]
+        failed = self._together({}, told(failure) if failure else None)[1]
+        if problem:
+            raise Damaged(problem)
+        if failure or failed:
+            raise failure or ToolkitError(f"another rank could not load: {failed}")
 
     def _restore_random(self, path: Path, made: dict[str, Any], step: int) -> None:
         import torch
@@ -153,13 +192,22 @@ class Checkpoints:
         set_seed((torch.initial_seed() + 1_000_003 * step) % 2**32)
 
     def begin(self, found: Path | None) -> Progress:
-        """Go on from `found`, or start anew, with whatever else is there moved aside. Every rank must call it.
+        """Go on from `found`, or from an older one if it is broken (with resume=auto), or start anew, with whatever else is
+        there moved aside. Every rank must call it.
 
         Raises:
-            UserError: it is a checkpoint of another model.
+            UserError: it is a checkpoint of another model, or none is sound and what is in memory is no start either.
         """
-        if found is not None:
-            return self.load(found)
+        while found is not None:
+            try:
+                return self.load(found)
+            except Damaged as error:
+                if not self._left:
+                    raise
+                self.say(f"warning: {found.name} is passed over: {error}")
+                found = self._next_sound("auto")
+                if found is None:
+                    raise UserError(f"{self.folder} has no checkpoint that is sound; start anew with resume=never") from None
         if self.accelerator.is_main_process and named(self.folder):
             number = 1
             while (aside := self.folder.with_name(f"{self.folder.name}-before-{number}")).exists():

@@ -26,7 +26,7 @@ def hold(path: Path, *, contents: bool = True) -> Held:
     """
     kind, folder = find(path)
     needs_reading(kind, folder)
-    problem = damage(folder, checksums=contents) if kind == "toolkit" else None
+    problem = damage(folder, contents="all" if contents else "none") if kind == "toolkit" else None
     if problem:
         raise UserError(problem)
     return _READERS[kind](folder)

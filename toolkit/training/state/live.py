@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch.distributed.fsdp import FSDPModule
 
 from toolkit.errors import ToolkitError, UserError
+from toolkit.training.state.loading import Loading, expect_large_pages
 from toolkit.training.state.store import Fragment, Reader
 
 if TYPE_CHECKING:
@@ -44,13 +46,16 @@ class Scalar:
 
 
 class Live(Protocol):
-    """One engine's state. `create`, `settle` and the iterators must be used on every rank."""
+    """One engine's state. All but `settle` work on this rank alone; `settle` must be called on every rank."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Trained parameter to the shape of the whole."""
 
     def fragments(self) -> Iterator[Fragment]:
         """Everything that has elements, as views of live memory."""
+
+    def mirrors(self) -> Iterator[Fragment]:
+        """Weights that this rank computes with beside those in `fragments`, where they too are best read from the files."""
 
     def scalars(self) -> Iterator[Scalar]:
         """The optimizer's numbers."""
@@ -91,14 +96,15 @@ def persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tens
                 yield clean_name(f"{prefix}.{name}" if prefix else name), buffer
 
 
-def make_states(optimizer: torch.optim.Optimizer, parameters: list[Any],
-                make: Callable[[torch.Tensor], torch.Tensor] = torch.zeros_like) -> None:
-    """Give an optimizer its state, to be filled from a checkpoint: AdamW's as its `_init_group` does, with moments by `make`;
+def make_states(optimizer: torch.optim.Optimizer, parameters: list[Any]) -> None:
+    """Give an optimizer its state, to be filled from a checkpoint: AdamW's as its `_init_group` does, with moments of any values;
     others by a step without gradients, after which the weights are loaded anyway."""
     held_by_gpu = any(group.get("fused") or group.get("capturable") for group in optimizer.param_groups)
     if type(optimizer) is torch.optim.AdamW and not held_by_gpu:
         for p in parameters:
-            optimizer.state[p] = {"step": torch.tensor(0.0), "exp_avg": make(p.detach()), "exp_avg_sq": make(p.detach())}
+            moments = {kind: torch.empty_like(p.detach()) for kind in ("exp_avg", "exp_avg_sq")}
+            optimizer.state[p] = {"step": torch.tensor(0.0), **moments}
+        expect_large_pages(getattr(value, "_local_tensor", value) for p in parameters for value in optimizer.state[p].values())
         return
     grads = [p.grad for p in parameters]
     for p in parameters:
@@ -135,6 +141,9 @@ class ParameterState:
                 if torch.is_tensor(value) and not _is_scalar(value, p):
                     yield self._fragment(kind, name, value)
 
+    def mirrors(self) -> Iterator[Fragment]:
+        yield from ()
+
     def scalars(self) -> Iterator[Scalar]:
         for name, p in trained(self.model):
             state = self.optimizer.state.get(p, {})
@@ -144,7 +153,7 @@ class ParameterState:
 
     def create(self, known: set[str]) -> None:
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
-        make_states(self.optimizer, parameters, torch.empty_like)  # All of it is filled: nothing here is padded.
+        make_states(self.optimizer, parameters)
         for name, p in trained(self.model):
             if name not in known:  # It never had a gradient.
                 self.optimizer.state.pop(p, None)
@@ -181,8 +190,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def load_state(live: Live, reader: Reader, step: int, skipped: int) -> None:
-    """Put the state in `reader` into a running engine; every rank must call it.
+def fill(live: Live, reader: Reader, held: dict[str, str]) -> str | None:
+    """Put the state in `reader` into this rank's memory; `settle` is to follow. Files in `held` are held to these checksums:
+    returns None, or which is not as it was written.
 
     Raises:
         UserError: it is the state of another model or optimizer, or not all of it.
@@ -190,16 +200,18 @@ def load_state(live: Live, reader: Reader, step: int, skipped: int) -> None:
     _same_model(live.shapes(), reader)
     if reader.states_of:
         live.create(set(reader.states_of))
-    for fragment in live.fragments():
+    loading = Loading(reader, held)
+    for fragment in chain(live.fragments(), live.mirrors()):
         if fragment.kind in ("weights", "buffers") or fragment.name in reader.states_of:
             if fragment.tensor.numel():
-                reader.read_into(fragment.tensor, fragment.kind, fragment.name, fragment.start)
+                loading.want(fragment)
         else:
             fragment.tensor.zero_()
+    problem = loading.run()
     for scalar in live.scalars():
         if scalar.name in reader.states_of:
             scalar.put(reader.read(scalar.kind, scalar.name, 0, 1).item())
-    live.settle(step, skipped)
+    return problem
 
 
 def _same_model(shapes: dict[str, tuple[int, ...]], reader: Reader) -> None:

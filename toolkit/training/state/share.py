@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from toolkit.training.state.live import Live
+from toolkit.training.state.manifest import SHARD
 from toolkit.training.state.rng import random_states
 from toolkit.training.state.store import Fragment, write_fragments, write_tensors
 
@@ -64,7 +65,7 @@ class Share:
     def write(self, folder: Path) -> tuple[dict[str, Any], str | None]:
         """(file name to {"bytes", "xxh3"}, what went wrong)."""
         try:
-            files = write_fragments(folder, f"rank-{self.rank:05d}", self.fragments)
+            files = write_fragments(folder, f"{SHARD}{self.rank:05d}", self.fragments)
             name = random_file(self.rank)
             files[name] = write_tensors(folder / name, list(self.random.items()), {})
         except Exception as error:  # noqa: BLE001 - whatever a format's writer raises, training goes on without it

@@ -20,7 +20,7 @@ from toolkit.errors import ToolkitError, UserError
 FILE_BYTES = 4 << 30
 """A rank begins another file when one has become this large: files are verified and moved one by one."""
 _STRETCH = 16 << 20
-_CACHED = 1 << 20
+CACHED = 1 << 20
 """What is read is hashed while a processor's cache still has it."""
 _DTYPES = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
@@ -141,21 +141,21 @@ def checksum(path: Path) -> str:
     """The XXH3 (128 bits) of a file's bytes, in hexadecimal. Raises OSError."""
     from xxhash import xxh3_128
 
-    digest, buffer = xxh3_128(), memoryview(bytearray(_CACHED))
+    digest, buffer = xxh3_128(), memoryview(bytearray(CACHED))
     with path.open("rb", buffering=0) as file:
         while got := file.readinto(buffer):
             digest.update(buffer[:got])
     return digest.hexdigest()
 
 
-def _bytes(tensor: torch.Tensor) -> memoryview:
+def bytes_of(tensor: torch.Tensor) -> memoryview:
     """A tensor's bytes on the host; no copy when it is there and contiguous."""
     return memoryview(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())
 
 
 def _contents(tensors: Iterable[tuple[str, torch.Tensor | Lazy]]) -> Iterator[memoryview]:
     for _, tensor in tensors:
-        yield from map(_bytes, tensor.parts() if isinstance(tensor, Lazy) else [tensor])
+        yield from map(bytes_of, tensor.parts() if isinstance(tensor, Lazy) else [tensor])
 
 
 def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor | Lazy]], metadata: dict[str, str]) -> dict[str, Any]:
@@ -179,9 +179,9 @@ def write_tensors(path: Path, tensors: Sequence[tuple[str, torch.Tensor | Lazy]]
     digest, size = xxh3_128(), 0
     with path.open("wb") as file:
         for data in chain((memoryview(len(text).to_bytes(8, "little")), memoryview(text)), _contents(tensors)):
-            for at in range(0, len(data), _CACHED):
-                digest.update(data[at : at + _CACHED])
-                file.write(data[at : at + _CACHED])
+            for at in range(0, len(data), CACHED):
+                digest.update(data[at : at + CACHED])
+                file.write(data[at : at + CACHED])
             size += len(data)
         file.flush()
         os.fsync(file.fileno())
@@ -229,7 +229,7 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
     return header, 8 + length
 
 
-def _read_into(data: memoryview, file: FileIO, offset: int) -> None:
+def read_into(data: memoryview, file: FileIO, offset: int) -> None:
     """Fill a buffer from a file: the pages of a mapped file would count as the process's memory."""
     file.seek(offset)
     while data:
@@ -250,7 +250,7 @@ def tensors_in(path: Path) -> dict[str, Lazy]:
         def read(start: int, numel: int) -> torch.Tensor:
             found = torch.empty(numel, dtype=dtype)
             with path.open("rb", buffering=0) as file:
-                _read_into(_bytes(found), file, offset + start * dtype.itemsize)
+                read_into(bytes_of(found), file, offset + start * dtype.itemsize)
             return found
 
         return Lazy(dtype, tuple(facts["shape"]), read)
@@ -298,38 +298,40 @@ class Reader:
         Raises:
             UserError: it is not there, or only in part.
         """
-        entry = self._entry(kind, name)
-        found = torch.empty(numel, dtype=_BY_NAME[entry.dtype])
-        self._fill(found, entry, start)
+        found = torch.empty(numel, dtype=self.dtype(kind, name))
+        for file, offset, at, length in self.places(kind, name, start, numel):
+            if file not in self._open:
+                self._open[file] = (self.folder / file).open("rb", buffering=0)
+            read_into(bytes_of(found[at : at + length]), self._open[file], offset)
         return found
 
-    def read_into(self, tensor: torch.Tensor, kind: str, name: str, start: int) -> None:
-        """The same into a tensor of one dimension, on any device and of any dtype; without a copy where it can be."""
-        entry = self._entry(kind, name)
-        if tensor.device.type == "cpu" and tensor.is_contiguous() and tensor.dtype == _BY_NAME[entry.dtype]:
-            self._fill(tensor, entry, start)
-        else:
-            tensor.copy_(self.read(kind, name, start, tensor.numel()))
+    def dtype(self, kind: str, name: str) -> torch.dtype:
+        """Of a tensor as it is in the files. Raises UserError when it is not there."""
+        return _BY_NAME[self._entry(kind, name).dtype]
+
+    def places(self, kind: str, name: str, start: int, numel: int) -> list[tuple[str, int, int, int]]:
+        """Where `numel` elements from position `start` of a flattened tensor are: (file, offset of the first byte in it, position
+        of the first element from `start`, elements).
+
+        Raises:
+            UserError: it is not there, or only in part.
+        """
+        entry, found, reached = self._entry(kind, name), [], 0
+        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
+            at = start + reached - piece.start
+            if 0 <= at < piece.numel and reached < numel:
+                length = min(numel - reached, piece.numel - at)
+                found.append((piece.file, piece.offset + at * _SIZES[entry.dtype], reached, length))
+                reached += length
+        if reached < numel:
+            raise UserError(f"{self.folder}: no file holds elements {start + reached} to {start + numel} of {kind} of {name}")
+        return found
 
     def _entry(self, kind: str, name: str) -> Entry:
         entry = self.entries.get((kind, name))
         if entry is None:
             raise UserError(f"{self.folder} has no {kind} of {name}")
         return entry
-
-    def _fill(self, tensor: torch.Tensor, entry: Entry, start: int) -> None:
-        size, end, reached, data = _SIZES[entry.dtype], start + tensor.numel(), start, _bytes(tensor)
-        for piece in sorted(entry.pieces, key=lambda piece: piece.start):
-            if piece.start <= reached < piece.start + piece.numel and reached < end:
-                stop = min(end, piece.start + piece.numel)
-                file = self._open.get(piece.file)
-                if file is None:
-                    file = self._open[piece.file] = (self.folder / piece.file).open("rb", buffering=0)
-                offset = piece.offset + (reached - piece.start) * size
-                _read_into(data[(reached - start) * size : (stop - start) * size], file, offset)
-                reached = stop
-        if reached < end:
-            raise UserError(f"{self.folder}: no file holds elements {reached} to {end} of {entry.kind} of {entry.name}")
 
     def lazy(self, kind: str, name: str) -> Lazy:
         """A whole tensor, to be read later."""

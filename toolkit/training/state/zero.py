@@ -64,6 +64,22 @@ class _ZeroState:
                 if _is_scalar(value):
                     yield Scalar(kind, name, state, owner=start == 0)
 
+    def mirrors(self) -> Iterator[Fragment]:
+        yield from ()
+
+    def _zero_padding(self) -> None:
+        """What no parameter fills of the optimizer's state: checkpoints do not hold it."""
+        ends: dict[torch.Tensor, int] = {}
+        for _, _, flat, at, _, numel in sorted(self._stretches(), key=lambda stretch: stretch[3]):
+            for value in self.inner.state.get(flat, {}).values():
+                if torch.is_tensor(value) and value.shape == flat.shape:
+                    value[ends.get(flat, 0) : at].zero_()
+            ends[flat] = at + numel
+        for flat, state in self.inner.state.items():
+            for value in state.values():
+                if torch.is_tensor(value) and value.shape == flat.shape:
+                    value[ends.get(flat, 0) :].zero_()
+
     def settle(self, step: int, skipped: int) -> None:
         self._cast()
         self.engine.global_steps, self.engine.skipped_steps = step, skipped
@@ -89,9 +105,16 @@ class Zero12State(_ZeroState):
 
     def create(self, known: set[str]) -> None:
         make_states(self.inner, [p for group in self.inner.param_groups for p in group["params"]])
+        self._zero_padding()
+
+    def mirrors(self) -> Iterator[Fragment]:
+        for name, p in trained(self.engine.module):
+            if p.device.type == "cpu":  # Between processes of a CPU, sending takes ten times as long as the system's cache.
+                yield Fragment("weights", name, 0, tuple(p.shape), p.detach().view(-1))
 
     def _cast(self) -> None:
-        self.zero.update_lp_params()
+        if any(p.device.type != "cpu" for _, p in trained(self.engine.module)):
+            self.zero.update_lp_params()
 
 
 class Zero3State(_ZeroState):
@@ -113,6 +136,7 @@ class Zero3State(_ZeroState):
             group["params"] = [flat]
             make_states(self.inner, [flat])
             group["params"] = []
+        self._zero_padding()
 
     def _cast(self) -> None:
         zero = self.zero
