@@ -56,7 +56,7 @@ def predict(case: Case) -> float:
     def seconds(checkpointing: str) -> tuple[float, float]:
         trace = _trace(case, checkpointing)
         time = step_time(trace, case.workload, case.plan.with_(checkpointing=checkpointing), case.cluster,
-                         attention=case.attention)
+                         software=case.software)
         return time.step_seconds, time.tokens_per_second_per_gpu * time.step_seconds
 
     whole, tokens = seconds(case.plan.checkpointing)

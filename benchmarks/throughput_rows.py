@@ -6,9 +6,12 @@ import re
 from dataclasses import dataclass, replace
 from typing import Any
 
+from toolkit.estimate.time import Software
 from toolkit.specs import Cluster, ModelSpec, Plan, Workload
 from toolkit.specs.catalog import gpu as catalog_gpu
 from toolkit.specs.cluster import Gpu
+from toolkit.specs.plan import FsdpSettings
+from toolkit.specs.variant import Variant
 
 Row = dict[str, str]
 
@@ -29,8 +32,7 @@ class Case:
     checkpointed: float
     """Share of the layers that are checkpointed when the plan says full; 1.0 elsewhere."""
     tokens_per_second_per_gpu: float
-    attention: str
-    """The kernels' generation: a table of the toolkit's speed.yaml."""
+    software: Software
 
 
 def number(text: str) -> float | None:
@@ -148,7 +150,10 @@ def plan_of(row: Row, world: int) -> Plan:
         extra["offload"] = "optimizer" if "optimizer" in lower else "all"
     if strategy == "hsdp" and (size := re.search(r"shard (\d+)", lower)):
         extra["shard_size"] = int(size.group(1))
-    return Plan(strategy=strategy, **degrees, **extra)  # type: ignore[arg-type]
+    # Composer's `ddp_sync_context` leaves only DDP's gradients unreduced between micro-batches (composer/distributed).
+    fsdp = FsdpSettings(version=2 if "FSDP2" in text + row["precision"] else 1,
+                        sync_each_micro_batch="llm-foundry" in row["source"])
+    return Plan(strategy=strategy, fsdp=fsdp, **degrees, **extra)  # type: ignore[arg-type]
 
 
 def checkpointing_of(text: str) -> tuple[str, float]:
@@ -180,12 +185,14 @@ def workload_of(row: Row, plan: Plan, world: int) -> Workload:
     method = row["method"].lower()
     kind = "qlora" if "qlora" in method else "lora" if "lora" in method else "full"
     words: dict[str, Any] = {"precision": "bf16"}
-    if precision.startswith(("pure bf16", "bf16-true")):
+    if precision.startswith(("pure bf16", "bf16-true", "bf16 params, bf16 compute")):
         words["precision"] = "bf16-pure"
     elif "states + bf16 autocast" in precision or "bf16 base + bf16 autocast" in precision:
         words["weights_dtype"] = "bf16"
     elif "fp16" in precision:
         words["precision"] = "fp16"
+    # llm-foundry's models have norm_type low_precision_layernorm.
+    words["variant"] = Variant(reduce_fp32=reduces_fp32(row), kernels="fused-norm" if "llm-foundry" in row["source"] else "model")
     if kind != "full":
         rank = re.search(r"r(\d+)", method)
         words["lora_rank"] = int(rank.group(1)) if rank else 16
@@ -200,6 +207,8 @@ def workload_of(row: Row, plan: Plan, world: int) -> Workload:
     replicas = max(1, world // (plan.tp * plan.cp))
     whole = number(row["global_batch"])
     accumulate = max(1, round(whole / (micro * replicas))) if whole else 1
+    if "one micro-iteration" in row["notes"]:  # timed is the last micro-batch, with the gradients' reduction and the update
+        accumulate = 1
     return Workload(method=kind, seq_len=int(seq_len), micro_batch=int(micro), accumulate=accumulate, attention="flash", **words)  # type: ignore[arg-type]
 
 
@@ -213,6 +222,23 @@ def attention_of(text: str) -> str:
     return "attention_flash3" if re.search(r"FA[34]|cuDNN", text) else "attention"
 
 
+def reduces_fp32(row: Row) -> bool:
+    """Gradients travel in fp32: as stated, and torchtitan's and Composer's mixed_precision=DEFAULT (mosaicml/composer#2047)."""
+    precision = row["precision"].lower()
+    return "fp32 gradient reduce" in precision or "fp32 sharded params (fsdp2)" in precision or \
+        "mixed_precision=DEFAULT" in row["notes"]
+
+
+def software_of(row: Row, plan: Plan) -> Software:
+    """What the row's framework does otherwise.
+
+    KempnerForge and torchtitan call `fully_shard(model, reshard_after_forward=True)` for all that is outside the layers;
+    litgpt's strategy for Thunder (`thunder_ddp.py`) calls `_sync_grads` before the micro-batch that ends the accumulation.
+    """
+    return Software(attention=attention_of(row["attention"]), gathers_root_again="fsdp2" in row["precision"].lower(),
+                    reduces_alone=plan.strategy == "ddp" and "thunder" in row["compile"])
+
+
 def case_of(row: Row) -> Case:
     """Raises Inexpressible with the reason."""
     measured = number(row["tokens_per_second_per_gpu"])
@@ -223,4 +249,4 @@ def case_of(row: Row) -> Case:
     word, share = checkpointing_of(row["activation_checkpointing"])
     plan = plan.with_(checkpointing=word)
     workload = workload_of(row, plan, cluster.world_size)
-    return Case(row, model_of(row), workload, plan, cluster, share, measured, attention_of(row["attention"]))
+    return Case(row, model_of(row), workload, plan, cluster, share, measured, software_of(row, plan))

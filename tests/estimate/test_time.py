@@ -9,9 +9,12 @@ import pytest
 from toolkit.estimate.collectives import Group, Network
 from toolkit.estimate.engine import Estimator
 from toolkit.estimate.result import TimeEstimate
-from toolkit.estimate.roofline import Roofline
+from toolkit.estimate.roofline import Roofline, slowest
+from toolkit.estimate.time import Software, StepClock
 from toolkit.specs import Cluster, ModelSpec, Plan, Workload
 from toolkit.specs.catalog import gpu, gpus
+from toolkit.specs.plan import FsdpSettings
+from toolkit.specs.variant import Variant
 from toolkit.timeline.trace import Operation
 
 CONFIG = {
@@ -91,3 +94,37 @@ def test_an_all_gather_over_nodes_is_held_by_the_network() -> None:
     assert across > 1e9 * 31 / 32 / 25e9
     assert inside < across / 4
     assert network.all_gather(1e9, Group(1, 1)) == 0.0
+
+
+def test_a_synchronous_step_waits_for_the_slowest_gpu() -> None:
+    """SC22: 8% between the fastest and the slowest of a cluster; an element-wise kernel is as fast on all of them."""
+    paces = [slowest(ranks) for ranks in (1, 2, 8, 64, 512, 4096)]
+    assert paces == sorted(paces) and paces[0] == 1.0
+    assert 1.02 < slowest(8) < 1.03 and 1.04 < slowest(512) < 1.05
+    big = Operation("forward", "matmul", 2.0 * 8192**3, 3 * 2 * 8192.0**2, (1, 8192, 8192, 8192), 2)
+    moves = Operation("forward", "other", 0.0, 1e9, (), 2)
+    alone, many = (Roofline(gpu("h100-sxm"), WORK, ranks=ranks) for ranks in (1, 512))
+    assert many.seconds(big) / alone.seconds(big) == pytest.approx(slowest(512))
+    assert many.seconds(moves) == alone.seconds(moves)
+
+
+def test_a_ring_over_more_ranks_takes_more_steps() -> None:
+    """What NCCL's own model says of 128 and 512 ranks: 14 us a step between nodes, 3.4 us inside."""
+    network = Network(replace(NODE, nodes=64))
+    few, many = (network.all_gather(1.0, Group(ranks, 8)) for ranks in (128, 512))
+    assert many - few == pytest.approx(48 * 14e-6 + 336 * 3.4e-6)
+
+
+def seconds(estimator: Estimator, work: Workload, plan: Plan, software: Software | None = None) -> float:
+    cluster = replace(NODE, nodes=2, network_bandwidth=5e9)
+    return StepClock(estimator.trace(work, plan, cluster), work, plan, cluster, software).run().total
+
+
+def test_what_travels_beyond_the_least_costs_time(estimator: Estimator) -> None:
+    fsdp, work = Plan(strategy="fsdp"), WORK.with_(accumulate=4)
+    least = seconds(estimator, work, fsdp)
+    assert seconds(estimator, work.with_(variant=Variant(reduce_fp32=True)), fsdp) > 1.05 * least
+    assert seconds(estimator, work, fsdp.with_(fsdp=FsdpSettings(sync_each_micro_batch=True))) > 1.05 * least
+    assert seconds(estimator, work, fsdp, Software(gathers_root_again=True)) > least
+    ddp = Plan(strategy="ddp")
+    assert seconds(estimator, work, ddp, Software(reduces_alone=True)) > 1.05 * seconds(estimator, work, ddp)

@@ -38,6 +38,7 @@ class Network:
         self.link = cluster.gpu.link_bandwidth * table["links"][cluster.gpu.link]
         self.between = cluster.network_bandwidth * table["network"]
         self.table = table
+        self.step = table["step_in_node"][cluster.gpu.link]
         self.gpus_per_node = cluster.gpus_per_node
 
     def bandwidth(self, who: Group) -> float:
@@ -50,7 +51,7 @@ class Network:
         """Seconds until every rank holds `nbytes`, of which each held its share. A reduce-scatter takes as long."""
         if who.ranks <= 1 or nbytes <= 0:
             return 0.0
-        steps = (who.ranks - who.nodes) * self.table["step_in_node"] + (who.nodes - 1) * self.table["step_between_nodes"]
+        steps = (who.ranks - who.nodes) * self.step + (who.nodes - 1) * self.table["step_between_nodes"]
         return float(self.table["fixed"] + steps + nbytes * (who.ranks - 1) / who.ranks / self.bandwidth(who))
 
     def all_reduce(self, nbytes: float, who: Group) -> float:

@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from importlib.resources import files
+from statistics import NormalDist
 from typing import Any
 
 import yaml
@@ -37,6 +38,17 @@ def _by_gpu(table: dict[str, Any], gpu: Gpu) -> Any:
     return table["default"]
 
 
+def slowest(ranks: int) -> float:
+    """How many times as long as the average GPU the slowest of `ranks` GPUs takes for compute-bound kernels.
+
+    The expected largest of n normal variates: Blom, "Statistical Estimates and Transformed Beta-Variables", 1958.
+    """
+    if ranks < 2:
+        return 1.0
+    deviations = NormalDist().inv_cdf((ranks - 0.375) / (ranks + 0.25))
+    return 1.0 + float(speeds()["spread"]) * deviations
+
+
 @dataclass(frozen=True)
 class PhaseSeconds:
     """Seconds of one micro-batch's kernels on one device, recomputation included."""
@@ -58,19 +70,20 @@ class PhaseSeconds:
 
 
 class Roofline:
-    """The rates of one device under one workload."""
+    """The rates of one device under one workload: of the slowest, where many wait for each other."""
 
-    def __init__(self, gpu: Gpu, workload: Workload, attention: str = "attention") -> None:
-        """`attention` names the table of speed.yaml that says what the attention kernels reach."""
+    def __init__(self, gpu: Gpu, workload: Workload, attention: str = "attention", ranks: int = 1) -> None:
+        """`attention` names the table of speed.yaml that says what the attention kernels reach; `ranks` GPUs step together."""
         table = speeds()
         self.gpu = gpu
-        reached = 1.0 if gpu.is_cpu else _by_gpu(table["matmul"], gpu) * _by_gpu(table["sustained"], gpu)
+        pace = 1.0 if gpu.is_cpu else 1.0 / slowest(ranks)
+        reached = 1.0 if gpu.is_cpu else _by_gpu(table["matmul"], gpu) * _by_gpu(table["sustained"], gpu) * pace
         half = gpu.bf16_flops if workload.precision != "fp16" else gpu.fp16_flops
         self.half_rate = (half or gpu.fp16_flops or gpu.fp32_flops) * reached
         self.single_rate = gpu.fp32_flops * (1.0 if gpu.is_cpu else 0.9)
         forward, backward = _by_gpu(table[attention], gpu)
         peak = half or gpu.fp16_flops or gpu.fp32_flops
-        self.attention_rate = {"forward": peak * forward, "backward": peak * backward}
+        self.attention_rate = {"forward": peak * forward * pace, "backward": peak * backward * pace}
         self.bandwidth = gpu.bandwidth * _by_gpu(table["memory"], gpu)
         self.multiprocessors = table["multiprocessors"].get(gpu.name, 0)
         self.floor = table["kernel_floor"]["cpu" if gpu.is_cpu else "default"] * (0.3 if workload.compile else 1.0)

@@ -20,6 +20,18 @@ DDP_BUCKET = 25 << 20
 
 
 @dataclass(frozen=True)
+class Software:
+    """What other software than Accelerate over today's torch does otherwise with the same plan."""
+
+    attention: str = "attention"
+    """Table of speed.yaml for the attention kernels, which differ by year."""
+    gathers_root_again: bool = False
+    """Embedding and output layer are one FSDP unit that is resharded after forward, so backward waits for it first."""
+    reduces_alone: bool = False
+    """DDP's accumulated gradients are reduced before the last micro-batch, beside nothing, and its own during its backward."""
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Bytes that the data-parallel collectives of one step carry, unsharded, by place in the model."""
 
@@ -76,10 +88,12 @@ def _sizes(trace: ModelTrace, workload: Workload, plan: Plan) -> Sizes:
         return p.numel * (2 if half and sharded and p.floating else p.itemsize)
 
     gather, reduce = [0.0, 0.0], [0.0, 0.0]
+    wide = sharded and workload.variant.reduce_fp32
     for p in trace.parameters:
         place = 0 if p.name.startswith(inside) else 1
         gather[place] += travels(p)
-        reduce[place] += travels(p) if p.trainable else 0.0
+        if p.trainable:
+            reduce[place] += 4.0 * p.numel if wide else travels(p)
     modules = 1
     if plan.strategy == "zero3" and trace.layer_paths:
         modules = max(1, sum(name.startswith(inside[:1]) for name in trace.module_order))
@@ -91,12 +105,15 @@ def _sizes(trace: ModelTrace, workload: Workload, plan: Plan) -> Sizes:
 class StepClock:
     """Plays one optimizer step of a plan."""
 
-    def __init__(self, trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster, attention: str = "attention") -> None:
+    def __init__(
+        self, trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster, software: Software | None = None
+    ) -> None:
         self.trace, self.workload, self.plan, self.cluster = trace, workload, plan, cluster
+        self.software = software or Software()
         self.model_ranks = plan.tp * plan.cp * plan.sp
         self.replicas = max(1, cluster.world_size // self.model_ranks)
         self.network = Network(cluster)
-        self.roofline = Roofline(cluster.gpu, workload, attention)
+        self.roofline = Roofline(cluster.gpu, workload, self.software.attention, cluster.world_size)
         self.sizes = _sizes(trace, workload, plan)
         self.phases = self.roofline.phases(trace, plan.tp, plan.cp * plan.sp)
         # Context and sequence parallel ranks hold shards too; tensor parallel ranks hold other parameters.
@@ -137,7 +154,7 @@ class StepClock:
         whole = self.network.all_reduce(self.sizes.reduce, self.everyone)
         tail = self.network.all_reduce(min(DDP_BUCKET, self.sizes.reduce), self.everyone)
         clock.beside(self.phases.backward, max(0.0, whole - tail), self.network.slowdown(self.everyone))
-        clock.wait(tail)
+        clock.wait(tail + (whole if self.software.reduces_alone else 0.0))
 
     def _zero12(self, clock: Clock, last: bool) -> None:
         """Gradients go to their owners during backward: under stage 2 in every micro-batch, under stage 1 in the last."""
@@ -159,17 +176,34 @@ class StepClock:
         extra = (sizes.gathers_per_layer - 1) * net.table["fixed"]
         gather = self._from_host(net.all_gather(sizes.layer_gather, self.shards) + extra, sizes.layer_gather)
         rest = self._from_host(net.all_gather(sizes.rest_gather, self.shards), sizes.rest_gather)
-        forward, backward = phases.forward_layers / sizes.layers, phases.backward_layers / sizes.layers
-        clock.wait(rest + gather)
+        copied_out, copied_in = self._copies()
+        forward, backward = phases.forward_layers / sizes.layers + copied_out, phases.backward_layers / sizes.layers
+        clock.wait(rest + gather + (rest if self.software.gathers_root_again else 0.0))
         clock.beside(forward, gather, slow, sizes.layers - 1)
         clock.compute += forward + phases.forward_rest
-        reduces = last or self.plan.strategy == "zero3"
+        reduces = last or self.plan.strategy == "zero3" or bool(self.plan.fsdp.sync_each_micro_batch)
         reduce = net.all_gather(sizes.layer_reduce, self.shards) if reduces else 0.0
         reduce += net.all_reduce(sizes.layer_reduce / self.shards.ranks, self.copies) if last else 0.0
-        again = 0.0 if self.plan.strategy == "fsdp-grad" else gather
+        if self.plan.strategy == "fsdp-grad":
+            again = copied_out = 0.0
+        else:
+            again = gather
+        backward += copied_out + (copied_in if reduces else 0.0)
         clock.beside(backward, again + reduce, slow, sizes.layers)
         clock.compute += phases.backward_rest
         clock.wait(reduce + (net.all_gather(sizes.rest_reduce, self.shards) if reduces else 0.0))
+
+    def _copies(self) -> tuple[float, float]:
+        """Seconds in which a layer's parameters are copied out of what FSDP gathered, and its gradients into what it reduces.
+
+        FSDP2: `all_gather_copy_out` and `reduce_scatter_copy_in` (torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py), both
+        on the stream that computes. FSDP1's parameters are views of what is gathered; the gradient of those views is a copy.
+        """
+        if not self.plan.strategy.startswith(("fsdp", "hsdp")) or self.shards.ranks == 1:
+            return 0.0, 0.0
+        sizes, bandwidth = self.sizes, self.roofline.bandwidth
+        out = 2 * sizes.layer_gather / bandwidth if self.plan.fsdp.version == 2 else 0.0
+        return out, (min(sizes.layer_gather, sizes.layer_reduce) + sizes.layer_reduce) / bandwidth
 
     def _from_host(self, seconds: float, nbytes: float) -> float:
         """A gather whose shards come from the host first: over PCIe, or from the disk."""
@@ -229,16 +263,16 @@ class StepClock:
 
 
 def step_time(
-    trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster, *, attention: str = "attention"
+    trace: ModelTrace, workload: Workload, plan: Plan, cluster: Cluster, *, software: Software | None = None
 ) -> TimeEstimate:
     """Seconds of one optimizer step of the whole job, tokens per second, MFU, and the share spent waiting.
 
     Args:
-        attention: table of speed.yaml that holds for the attention kernels; another one for software of another year.
+        software: what ran it, where that is not Accelerate over today's torch.
 
     MFU counts model FLOPs without recomputation over the dense 16-bit peak of all GPUs; None on a CPU.
     """
-    step = StepClock(trace, workload, plan, cluster, attention)
+    step = StepClock(trace, workload, plan, cluster, software)
     clock = step.run()
     seconds = clock.total
     tokens = workload.micro_batch * workload.accumulate * workload.seq_len * step.replicas
