@@ -3,6 +3,7 @@ load), `folder`, `model` (a LlamaConfig's keys) and what the function of that na
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
 import re
@@ -100,6 +101,14 @@ def forget(path: Path) -> None:
         os.close(handle)
 
 
+def new_as_in_a_resumed_run(optimizer: Any) -> None:
+    """No optimizer state yet, and no memory from earlier that the process could use again."""
+    while hasattr(optimizer, "optimizer"):
+        optimizer = optimizer.optimizer
+    optimizer.state.clear()
+    ctypes.CDLL(None).malloc_trim(0)
+
+
 def plain_write(path: Path, size: int) -> None:
     """One file of `size` bytes, block after block, and on the disk."""
     block = os.urandom(1 << 20) * (BLOCK >> 20)
@@ -117,23 +126,15 @@ def plain_read(path: Path) -> None:
             pass
 
 
-def watch_creation() -> list[float]:
-    """Seconds that every load from now on spends in the step by which the optimizer makes its state."""
-    from toolkit.training.state import live, zero
+def read_like(path: Path, begin: int, end: int) -> None:
+    """A part of the file into memory that is new, as an optimizer's state is when a run goes on."""
+    import torch
 
-    seconds: list[float] = []
-
-    def watched(create: Callable[..., None]) -> Callable[..., None]:
-        def timed(*arguments: Any) -> None:
-            started = time.perf_counter()
-            create(*arguments)
-            seconds.append(time.perf_counter() - started)
-
-        return timed
-
-    for kind in (live.ParameterState, zero.Zero12State, zero.Zero3State):
-        kind.create = watched(kind.create)  # type: ignore[attr-defined]
-    return seconds
+    memory = memoryview(torch.empty(end - begin, dtype=torch.uint8).numpy())
+    with path.open("rb", buffering=0) as file:
+        file.seek(begin)
+        while memory and (got := file.readinto(memory[:BLOCK])):
+            memory = memory[got:]
 
 
 def rate(spec: dict[str, Any]) -> dict[str, Any]:
@@ -145,7 +146,6 @@ def rate(spec: dict[str, Any]) -> dict[str, Any]:
     trainer = Trainer(spec)
     main, plain = trainer.accelerator.is_main_process, trainer.folder / "plain"
     trainer.train(0)
-    created = watch_creation()
     ours, theirs = trainer.folder / "ours", trainer.folder / "theirs"
     told: dict[str, list[Any]] = {}
 
@@ -166,6 +166,8 @@ def rate(spec: dict[str, Any]) -> dict[str, Any]:
     trainer.save_ours()  # The first of each makes folders, and warms what is made once.
     trainer.save_theirs()
     size = sum(file.stat().st_size for file in files_of(ours))
+    rank, world = trainer.accelerator.process_index, trainer.accelerator.num_processes
+    part = (0, size) if spec["engine"] == "ddp" else (size * rank // world, size * (rank + 1) // world)
     for _ in range(spec["rounds"]):
         for path in (ours, theirs, plain):
             on_main(to_disk, path)
@@ -181,12 +183,16 @@ def rate(spec: dict[str, Any]) -> dict[str, Any]:
             on_main(forget, path)
         with timed("plain_read"):
             on_main(plain_read, plain)
+        on_main(forget, plain)
+        with timed("like_read"):
+            read_like(plain, *part)
+        new_as_in_a_resumed_run(trainer.optimizer)
         with timed("ours_load"):
             trainer.load_ours(next(ours.glob("step-*")))
         with timed("theirs_load"):
             trainer.load_theirs(theirs)
     return {
-        "measured": told, "created": created, "ours_bytes": size, "torch": torch.__version__,
+        "measured": told, "ours_bytes": size, "torch": torch.__version__,
         "theirs_bytes": sum(file.stat().st_size for file in files_of(theirs)),
         "parameters": sum(getattr(p, "ds_numel", p.numel()) for p in trainer.model.parameters()),
     }  # fmt: skip

@@ -170,8 +170,8 @@ def build_model(config: TrainConfig, source: Source, model_config: Any, tokenize
     if vocabulary > model.get_input_embeddings().num_embeddings:
         if config.method != "full" and accelerator.is_main_process:
             added = vocabulary - model.get_input_embeddings().num_embeddings
-            write_line(f"warning: the tokenizer has {added} tokens more than the model; their embeddings are new, and "
-                       f"method={config.method} does not train them")
+            write_line(f"warning: the tokenizer has {added} tokens more than the model; their embeddings are new, and method="
+                       f"{config.method} neither trains nor saves them: use method=full, or a model that already has them")
         model.resize_token_embeddings(vocabulary)
     model.config.use_cache = False
     _set_checkpointing(model, config.checkpointing)

@@ -54,7 +54,9 @@ class Loading:
         pinned = any(tensor.is_cuda for wanted in self._wanted.values() for _, tensor, _ in wanted)
         between = torch.empty(CACHED, dtype=torch.uint8, pin_memory=pinned)
         problem = None
-        for name in sorted(self.reader.files, key=lambda name: name not in self.held):  # Each rank begins with another file.
+        # Each rank begins with the file of which it wants the most. Those who want the same go in one order: what the first of
+        # them reads from the disk, the others have from the system's cache.
+        for name in sorted(self.reader.files, key=lambda name: -self._size(name)):
             wanted = sorted(self._wanted.get(name, []), key=lambda item: item[0])
             path = self.reader.folder / name
             with path.open("rb", buffering=0) as file:
@@ -64,6 +66,10 @@ class Loading:
                 if held is not None and held.finish() != self.held[name]:
                     problem = problem or f"the contents of {path} are not what was written"
         return problem
+
+
+    def _size(self, file: str) -> int:
+        return sum(tensor.numel() * dtype.itemsize for _, tensor, dtype in self._wanted.get(file, []))
 
 
 class _Held:
