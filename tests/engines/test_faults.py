@@ -167,6 +167,26 @@ def test_a_run_says_what_it_passes_over_and_a_second_run_keeps_out(
     assert checkpoints(run) == ["step-00000004", "step-00000006"]
 
 
+def test_a_read_only_mount_is_said_and_the_last_good_one_is_named(
+    start: Callable[..., Any], whole: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """Not even the superuser may write to it."""
+    run = tmp_path / "run"
+    shutil.copytree(whole("ddp"), run)
+    for path in sorted((run / "checkpoints").iterdir())[1:]:
+        shutil.rmtree(path)
+    place = str(run / "checkpoints")
+    if subprocess.run(["mount", "--bind", "-o", "ro", place, place], capture_output=True).returncode:
+        pytest.skip("this user may not mount")
+    try:
+        went = start("ddp", run)
+    finally:
+        subprocess.run(["umount", place], check=True)
+    assert set(went["statuses"]) == {0} and "resumes from" in went["output"], went["output"]
+    assert "no checkpoint at step 6 (" in went["output"] and "Read-only file system" in went["output"]
+    assert checkpoints(run) == ["step-00000004"] and steps(run) == steps(whole("ddp"))
+
+
 def test_a_folder_that_cannot_be_written_is_no_reason_to_lose_the_run(start: Callable[..., Any], tmp_path: Path) -> None:
     """The superuser may write anywhere: a file stands where the folder should be made."""
     run = tmp_path / "run"
