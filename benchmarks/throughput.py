@@ -17,11 +17,12 @@ import json
 import statistics
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from throughput_rows import Case, Inexpressible, case_of
+from throughput_rows import COLUMNS, Case, Inexpressible, case_of, cells
 
 from toolkit.errors import ToolkitError
 from toolkit.estimate.engine import Estimator
@@ -65,17 +66,20 @@ def predict(case: Case) -> float:
     return tokens / whole
 
 
-def run(rows: list[dict[str, str]], say: Any) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
+def run(rows: Sequence[Mapping[str, str | None]], say: Any) -> tuple[list[dict[str, Any]], list[tuple[str, str]]]:
     """(rows with predicted and measured, rows that can't be said with the reason)."""
     done, left = [], []
-    order = sorted(rows, key=lambda r: (r["model"], r["seq_len"], r["precision"], r["activation_checkpointing"]))
+    order = sorted(map(cells, rows), key=lambda r: (r["model"], r["seq_len"], r["precision"], r["activation_checkpointing"]))
     for at, row in enumerate(order):
         say(f"{at + 1}/{len(rows)} {row['id']}")
         try:
             case = case_of(row)
             predicted = predict(case)
-        except (Inexpressible, ToolkitError, KeyError, ValueError) as error:
+        except (Inexpressible, ToolkitError) as error:
             left.append((row["id"], str(error)[:160]))
+            continue
+        except Exception as error:  # what the tracer can't take must not cost the other rows their figures
+            left.append((row["id"], f"{type(error).__name__}: {str(error)[:140]}"))
             continue
         done.append({"id": row["id"], "grade": row["grade"], "measured": case.tokens_per_second_per_gpu, "predicted": predicted,
                      "error": 100 * abs(predicted / case.tokens_per_second_per_gpu - 1), "row": row})
@@ -124,10 +128,13 @@ def main() -> int:
     arguments = parser.parse_args()
     try:
         with arguments.file.open(newline="", encoding="utf-8") as file:
-            rows = list(csv.DictReader(file))
-    except OSError as error:
-        print(f"error: {arguments.file}: {error.strerror}", file=sys.stderr)
+            table = csv.DictReader(file)
+            rows = list(table)
+    except (OSError, UnicodeDecodeError, csv.Error) as error:
+        print(f"error: {arguments.file} can't be read as a table: {getattr(error, 'strerror', None) or error}", file=sys.stderr)
         return 2
+    if absent := [name for name in COLUMNS if name not in (table.fieldnames or ())]:
+        print(f"note: {arguments.file} has no columns {', '.join(absent)}; they are taken as empty", file=sys.stderr)
     done, left = run(rows, lambda text: print(f"\r{text:<40}", end="", file=sys.stderr, flush=True))
     print("\r" + " " * 40 + "\r", end="", file=sys.stderr)
     result = score(done, len(rows))
