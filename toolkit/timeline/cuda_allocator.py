@@ -22,6 +22,8 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 OWN_SEGMENT = 10 << 20
 LARGE_ROUND = 2 << 20
+_RANGE = 1 << 44
+"""Addresses of an expandable pool: more than any device has."""
 
 
 class OutOfLimit(Exception):
@@ -33,8 +35,8 @@ class Block:
     """A piece of a segment; neighbours are linked in address order."""
 
     size: int
-    order: int
-    """Rank among blocks of one size: lower addresses are taken first."""
+    address: int
+    """Of blocks of one size the one at the lowest address is taken."""
     small: bool
     stream: int = 0
     free: bool = False
@@ -54,7 +56,8 @@ class CachingAllocator:
         self.peak = 0
         self.limit = limit
         self._pools: dict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
-        self._orders = 0
+        self._mapped = 0
+        """Addresses that were given out: the driver is taken to give later segments higher ones."""
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
@@ -81,7 +84,7 @@ class CachingAllocator:
         if self._is_over(length):
             self._give_back()
         self._grow(length)
-        return self._block(length, small, stream)
+        return Block(length, self._addresses(length), small, stream)
 
     def _is_over(self, more: int) -> bool:
         return self.limit is not None and self.reserved + more > self.limit
@@ -100,12 +103,12 @@ class CachingAllocator:
             self.reserved -= sum(size for size, _, _ in whole)
             pool[:] = [entry for entry in pool if entry[2].before is not None or entry[2].after is not None]
 
-    def _block(self, size: int, small: bool, stream: int) -> Block:
-        self._orders += 1
-        return Block(size, self._orders, small, stream)
+    def _addresses(self, length: int) -> int:
+        start, self._mapped = self._mapped, self._mapped + length
+        return start
 
     def _split(self, block: Block, size: int) -> None:
-        rest = self._block(block.size - size, block.small, block.stream)
+        rest = Block(block.size - size, block.address + size, block.small, block.stream)
         rest.before, rest.after = block, block.after
         if block.after is not None:
             block.after.before = rest
@@ -114,11 +117,11 @@ class CachingAllocator:
 
     def _put(self, block: Block) -> None:
         block.free = True
-        insort(self._pools[block.stream, block.small], (block.size, block.order, block), key=lambda e: (e[0], e[1]))
+        insort(self._pools[block.stream, block.small], (block.size, block.address, block), key=lambda e: (e[0], e[1]))
 
     def _take(self, block: Block) -> None:
         pool = self._pools[block.stream, block.small]
-        at = bisect_left(pool, (block.size, block.order), key=lambda e: (e[0], e[1]))
+        at = bisect_left(pool, (block.size, block.address), key=lambda e: (e[0], e[1]))
         pool.pop(at)
 
     def release(self, block: Block) -> Block:
@@ -163,7 +166,7 @@ class ExpandableAllocator(CachingAllocator):
             self._take(at_end)
             at_end.size += more
             return at_end
-        block = self._block(more, small, stream)
+        block = Block(more, self._addresses(_RANGE), small, stream) if end is None else Block(more, end.address+end.size, small, stream)
         if end is not None:
             end.after, block.before = block, end
         self._ends[stream, small] = block

@@ -73,7 +73,7 @@ class Fsdp1Engine(Engine):
         self.of_parameter = {p.name: unit for unit in self.units for p in unit.parameters}
         self.order: list[FlatUnit] = []
         self.left: FlatUnit | None = None
-        self.keeps_inputs = workload.variant.reentrant and plan.checkpointing == "full"
+        self.reentrant = workload.variant.reentrant and plan.checkpointing == "full"
         self.input_size = 4 if workload.precision == "fp32" else 2
 
     @staticmethod
@@ -147,12 +147,17 @@ class Fsdp1Engine(Engine):
 
     def forward_begin(self, tape: Tape, module: str) -> None:
         unit = self.unit_of.get(module)
-        if unit is not None and tape.phase != "backward":
+        if unit is not None and (tape.phase != "backward" or self.reentrant):
             self._unshard(tape, unit)
 
     def forward_end(self, tape: Tape, module: str) -> None:
         unit = self.unit_of.get(module)
-        if unit is None or tape.phase == "backward":
+        if unit is None:
+            return
+        if tape.phase == "backward":
+            if self.reentrant:  # the recomputed forward ends like any other, and the backward gathers anew
+                self._reshard(tape, unit)
+                self._unshard(tape, unit)
             return
         unit.index = len(self.order)
         self.order.append(unit)
@@ -166,7 +171,7 @@ class Fsdp1Engine(Engine):
             return
         self._keep_inputs(tape)
         self._unshard(tape, unit)
-        if unit.index > 0:
+        if unit.index > 0 and not self.reentrant:
             self._unshard(tape, self.order[unit.index - 1])
         unit.index = -1
 
@@ -180,10 +185,11 @@ class Fsdp1Engine(Engine):
     def _keep_inputs(self, tape: Tape) -> None:
         """The layer that backward has left keeps its input and that input's gradient."""
         unit, self.left = self.left, None
-        if unit is not None and self.keeps_inputs:
+        if unit is not None and self.reentrant:
             work = self.workload
-            size = 2 * work.micro_batch * work.seq_len * self.trace.hidden_size * self.input_size
-            tape.alloc(("kept-input", unit.name), size, "activations", "inputs of frozen units and their gradients")
+            size = work.micro_batch * work.seq_len * self.trace.hidden_size * self.input_size
+            for what in ("kept-input", "kept-gradient"):
+                tape.alloc((what, unit.name), size, "activations", "inputs of frozen units and their gradients")
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -241,6 +247,7 @@ class Fsdp1Engine(Engine):
             self._reshard(tape, unit)
             unit.index = -1
             tape.free(("kept-input", unit.name))
+            tape.free(("kept-gradient", unit.name))
         self.order.clear()
 
     # -- optimizer ---------------------------------------------------------------------------------------------
