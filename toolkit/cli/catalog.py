@@ -39,7 +39,7 @@ def _optimizers() -> list[dict[str, Any]]:
     from toolkit.timeline.optimizers import OptimizerTensor, state_bytes
 
     tensor = OptimizerTensor(1 << 20, 4, (1024, 1024))
-    return [{"name": name, "state_bytes_per_parameter": round(state_bytes(name, tensor, "cuda", "foreach")[0] / (1 << 20), 3)}
+    return [{"name": name, "state_bytes_per_parameter": round(sum(state_bytes(name, tensor, "cuda", "foreach")[0]) / (1 << 20), 3)}
             for name in get_args(Optimizer)]
 
 

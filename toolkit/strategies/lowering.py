@@ -124,9 +124,14 @@ class Engine:
             return
         self.has_states = True
         for i, tensor in enumerate(tensors):
-            on_device, on_host = state_bytes(self.workload.optimizer, tensor, self.device, self.impl)
-            tape.alloc(("state", i), on_device, "optimizer_states", "optimizer states")
-            self.host.plain += on_host
+            self.create_state(tape, i, tensor)
+
+    def create_state(self, tape: Tape, i: int, tensor: OptimizerTensor) -> None:
+        """The states of the tensor with number `i`."""
+        on_device, on_host = state_bytes(self.workload.optimizer, tensor, self.device, self.impl)
+        for part, nbytes in enumerate([sum(on_device)] if tape.compact else on_device):
+            tape.alloc(("state", i, part), nbytes, "optimizer_states", "optimizer states")
+        self.host.plain += on_host
 
     def step(self, tape: Tape) -> None:
         """Update, then drop the gradients."""

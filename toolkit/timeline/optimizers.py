@@ -32,32 +32,31 @@ def default_impl(optimizer: str, impl: str, device: str) -> Impl:
     return "foreach" if device == "cuda" else "loop"
 
 
-def state_bytes(optimizer: str, tensor: OptimizerTensor, device: str, impl: Impl) -> tuple[int, int]:
-    """(bytes on the device, bytes on the host) that the optimizer keeps for one tensor.
+def state_bytes(optimizer: str, tensor: OptimizerTensor, device: str, impl: Impl) -> tuple[tuple[int, ...], int]:
+    """(bytes of each state on the device, bytes on the host) that the optimizer keeps for one tensor.
 
     adamw keeps two moments in the parameter's dtype and a step counter of 4 bytes, which lies on the host unless the
     implementation is fused; on a CPU run both are the same memory.
     """
     n, size = tensor.numel, tensor.itemsize
-    step_on_device = 4 if device == "cpu" or impl == "fused" else 0
+    step = (4,) if device == "cpu" or impl == "fused" else ()
     if optimizer == "adamw":
-        return 2 * n * size + step_on_device, 4 - step_on_device
+        return (*step, n * size, n * size), 0 if step else 4
     if optimizer in ("adamw-8bit", "paged-adamw-8bit"):
         # bitsandbytes: tensors under 4096 elements keep 32-bit states; others two bytes of codes and, per block of 256
         # elements, two fp32 maxima (bitsandbytes/optim/optimizer.py, Optimizer2State.init_state).
         if n < 4096:
-            return 8 * n, 0
-        blocks = -(-n // 256)
-        kept = 2 * n + 2 * 4 * blocks
-        return (kept, 0) if optimizer == "adamw-8bit" else (2 * 4 * blocks, 2 * n)
+            return (4 * n, 4 * n), 0
+        maxima = 4 * -(-n // 256)
+        return ((n, n, maxima, maxima), 0) if optimizer == "adamw-8bit" else ((maxima, maxima), 2 * n)
     if optimizer == "lion":
-        return n * size, 0
+        return (n * size,), 0
     if optimizer == "adafactor":
         if len(tensor.shape) >= 2:
             rows, columns = n // tensor.shape[-1], n // tensor.shape[-2]
-            return (rows + columns) * size + step_on_device, 0
-        return n * size + step_on_device, 0
-    return 0, 0
+            return (*step, rows * size, columns * size), 0
+        return (*step, n * size), 0
+    return (), 0
 
 
 def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, impl: Impl) -> None:
@@ -68,7 +67,7 @@ def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, im
     if optimizer == "adamw":
         if impl == "foreach":
             # sqrt of all second moments at once; the rest is in place
-            tape.transient(sum(sizes), "temporaries", "optimizer step (foreach)")
+            tape.transients(sizes, "temporaries", "optimizer step (foreach)")
         elif impl == "loop":
             # sqrt, then its quotient, while the previous tensor's denominator is still named
             previous = 0
@@ -79,6 +78,6 @@ def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, im
     elif optimizer == "adafactor":
         tape.transient(3 * max(sizes), "temporaries", "optimizer step (update, its square, factored moments)")
     elif optimizer == "lion":
-        tape.transient(2 * max(sizes) if impl == "loop" else sum(sizes), "temporaries", "optimizer step")
+        tape.transients([2 * max(sizes)] if impl == "loop" else sizes, "temporaries", "optimizer step")
     elif optimizer in ("adamw-8bit", "paged-adamw-8bit", "sgd"):
         return

@@ -186,6 +186,14 @@ class Tape:
             name = self.keys[-1]
             self.free(name)
 
+    def transients(self, sizes: Sequence[int], category: str, what: str) -> None:
+        """Blocks that are all born before the first of them dies."""
+        first = len(self.deltas)
+        for i, nbytes in enumerate([sum(sizes)] if self.compact else sizes):
+            self.alloc(("transient", first, i), nbytes, category, what)
+        for name in self.keys[first:]:
+            self.free(name)
+
     def release(self, nbytes: int, category: str, what: str, key: tuple[int, int]) -> None:
         """Bytes that the model's code allocated (a gradient) die by the engine's hand."""
         self.deltas.append(-nbytes)

@@ -114,7 +114,7 @@ class Zero3Engine(ZeroEngine):
             if swap:
                 self._place(self.host.pinned if self.settings.pin_memory else None, pinned[0])
                 kept, _ = state_bytes(self.workload.optimizer, OptimizerTensor(4096, 4, (4096,)), "cpu", self.impl)
-                place_optimizer(self.host, self.sub_groups(), kept // (4096 * 4))
+                place_optimizer(self.host, self.sub_groups(), sum(kept) // (4096 * 4))
             elif self.settings.pin_memory:
                 self.host.pinned += pinned
                 self.host.plain += trainable * 12
@@ -367,7 +367,7 @@ class Zero3Engine(ZeroEngine):
                 if not self.offload:
                     tape.alloc(("fp32-gradient", i), tensor.numel * 4, "gradients", "flat fp32 gradient of a sub-group")
                 if first:
-                    self._create_state(tape, i, tensor)
+                    self.create_state(tape, i, tensor)
                 if not self.offload:
                     play_step(tape, [tensor], self.workload.optimizer, self.impl)
                 tape.free(("fp32-gradient", i))
@@ -376,9 +376,3 @@ class Zero3Engine(ZeroEngine):
                 if g.persistent:
                     g.available = True
                     tape.alloc(("gathered", g.info.name), self.whole(g.info), "parameters", f"gathered {g.info.name}")
-
-    def _create_state(self, tape: Tape, i: int, tensor: OptimizerTensor) -> None:
-        on_device, on_host = state_bytes(self.workload.optimizer, tensor, self.device, self.impl)
-        tape.alloc(("state", i), on_device, "optimizer_states", "optimizer states")
-        self.host.plain += on_host
-
