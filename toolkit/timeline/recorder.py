@@ -27,7 +27,8 @@ aten = torch.ops.aten
 _BUFFER_AND_CALL = 4
 """References on a tensor that only the input buffer holds, while it goes through a dispatch mode."""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_OF_NO_MODULE = ("torch::autograd::AccumulateGrad", "CheckpointFunctionBackward")
+"""Nodes that tell nothing of where backward is; the second runs a backward of its own, whose nodes do."""
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -227,6 +228,8 @@ class Recorder(TorchDispatchMode):
             layer = self._layer_of(path)
             if layer == path or not layer and self._below_layers_done():
                 self._segment(layer)
+        elif path in self.layers and path not in self._open:
+            self._enter_backward(path)  # reentrant checkpointing: the layer is recomputed before any node of its own runs
         self.mark("forward-begin", path)
 
     def _below_layers_done(self) -> bool:
@@ -246,11 +249,13 @@ class Recorder(TorchDispatchMode):
 
     def _follow_backward(self) -> None:
         node = torch._C._current_autograd_node()
-        if node is None or node.name() == _ACCUMULATE or self._stack:
+        if node is None or node.name() in _OF_NO_MODULE or self._stack:
             return
         owner = self._changes_to[bisect_right(self._changes_at, node._sequence_nr()) - 1]
-        if owner == self._in_backward_of and self._open:
-            return
+        if owner != self._in_backward_of or not self._open:
+            self._enter_backward(owner)
+
+    def _enter_backward(self, owner: str) -> None:
         self._in_backward_of = owner
         chain = self._chain(owner)
         self.close_backward(keep=chain)

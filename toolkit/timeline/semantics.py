@@ -42,9 +42,12 @@ def attention_name(attention: str, device: str) -> str:
 
 
 def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
-    """Switch on activation checkpointing as the recipe does it: non-reentrant, whole layers."""
+    """Switch on activation checkpointing as the recipe does it: whole layers, non-reentrant unless the variant says so."""
     if numerics.checkpointing == "full":
-        _enable_checkpointing(model, {"use_reentrant": False})
+        reentrant = workload.variant.reentrant
+        if reentrant and workload.method != "full":
+            model.enable_input_require_grads()  # a frozen embedding's output; its backward would not reach the layers otherwise
+        _enable_checkpointing(model, {"use_reentrant": reentrant})
     elif numerics.checkpointing == "selective":
         _checkpoint_selectively(model, workload.variant.every_second_matmul)
     if workload.variant.kernels != "model":

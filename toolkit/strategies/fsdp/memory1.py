@@ -73,6 +73,8 @@ class Fsdp1Engine(Engine):
         self.of_parameter = {p.name: unit for unit in self.units for p in unit.parameters}
         self.order: list[FlatUnit] = []
         self.left: FlatUnit | None = None
+        self.kept: list[str] = []
+        """Units whose inputs are kept, in the order of backward."""
         self.reentrant = workload.variant.reentrant and plan.checkpointing == "full"
         self.input_size = 4 if workload.precision == "fp32" else 2
 
@@ -183,13 +185,18 @@ class Fsdp1Engine(Engine):
             self.left = unit
 
     def _keep_inputs(self, tape: Tape) -> None:
-        """The layer that backward has left keeps its input and that input's gradient."""
+        """The layer that backward has left keeps its input, the one before it that input's gradient as well: until then the
+        gradient was that of the left layer's output."""
         unit, self.left = self.left, None
-        if unit is not None and self.reentrant:
-            work = self.workload
-            size = work.micro_batch * work.seq_len * self.trace.hidden_size * self.input_size
-            for what in ("kept-input", "kept-gradient"):
-                tape.alloc((what, unit.name), size, "activations", "inputs of frozen units and their gradients")
+        if unit is None or not self.reentrant:
+            return
+        work = self.workload
+        size = work.micro_batch * work.seq_len * self.trace.hidden_size * self.input_size
+        what = "inputs of frozen units and their gradients"
+        tape.alloc(("kept-input", unit.name), size, "activations", what)
+        if self.kept:
+            tape.alloc(("kept-gradient", self.kept[-1]), size, "activations", what)
+        self.kept.append(unit.name)
 
     # -- gradients ---------------------------------------------------------------------------------------------
 
@@ -246,8 +253,10 @@ class Fsdp1Engine(Engine):
             self._reduce(tape, unit)
             self._reshard(tape, unit)
             unit.index = -1
-            tape.free(("kept-input", unit.name))
-            tape.free(("kept-gradient", unit.name))
+        for name in self.kept:
+            tape.free(("kept-input", name))
+            tape.free(("kept-gradient", name))
+        self.kept.clear()
         self.order.clear()
 
     # -- optimizer ---------------------------------------------------------------------------------------------
