@@ -27,8 +27,9 @@ aten = torch.ops.aten
 _BUFFER_AND_CALL = 4
 """References on a tensor that only the input buffer holds, while it goes through a dispatch mode."""
 _WAIT = torch.ops._c10d_functional.wait_tensor.default
-_OF_NO_MODULE = ("torch::autograd::AccumulateGrad", "CheckpointFunctionBackward")
-"""Nodes that tell nothing of where backward is; the second runs a backward of its own, whose nodes do."""
+_ACCUMULATE = "torch::autograd::AccumulateGrad"
+_CHECKPOINT = "CheckpointFunctionBackward"
+"""Reentrant checkpointing: it recomputes a layer and runs a backward of its own, whose nodes tell where that is."""
 _DEVICE = torch.ops.prim.device.default
 
 
@@ -228,8 +229,6 @@ class Recorder(TorchDispatchMode):
             layer = self._layer_of(path)
             if layer == path or not layer and self._below_layers_done():
                 self._segment(layer)
-        elif path in self.layers and path not in self._open:
-            self._enter_backward(path)  # reentrant checkpointing: the layer is recomputed before any node of its own runs
         self.mark("forward-begin", path)
 
     def _below_layers_done(self) -> bool:
@@ -241,7 +240,8 @@ class Recorder(TorchDispatchMode):
             return
         self.mark("forward-end", path)
         self._stack.pop()
-        self._note_change(self._stack[-1] if self._stack else "")
+        # what is recomputed outside of modules is the layer's own code
+        self._note_change(self._stack[-1] if self._stack else self._layer_of(self._in_backward_of))
         if path == self.head_path and self.phase == "forward":
             self.phase = "loss"
 
@@ -249,13 +249,11 @@ class Recorder(TorchDispatchMode):
 
     def _follow_backward(self) -> None:
         node = torch._C._current_autograd_node()
-        if node is None or node.name() in _OF_NO_MODULE or self._stack:
+        if node is None or node.name() == _ACCUMULATE or self._stack:
             return
         owner = self._changes_to[bisect_right(self._changes_at, node._sequence_nr()) - 1]
-        if owner != self._in_backward_of or not self._open:
-            self._enter_backward(owner)
-
-    def _enter_backward(self, owner: str) -> None:
+        if owner == self._in_backward_of and self._open or node.name() == _CHECKPOINT and owner in self._open:
+            return
         self._in_backward_of = owner
         chain = self._chain(owner)
         self.close_backward(keep=chain)

@@ -149,17 +149,12 @@ class Fsdp1Engine(Engine):
 
     def forward_begin(self, tape: Tape, module: str) -> None:
         unit = self.unit_of.get(module)
-        if unit is not None and (tape.phase != "backward" or self.reentrant):
+        if unit is not None and tape.phase != "backward":
             self._unshard(tape, unit)
 
     def forward_end(self, tape: Tape, module: str) -> None:
         unit = self.unit_of.get(module)
-        if unit is None:
-            return
-        if tape.phase == "backward":
-            if self.reentrant:  # the recomputed forward ends like any other, and the backward gathers anew
-                self._reshard(tape, unit)
-                self._unshard(tape, unit)
+        if unit is None or tape.phase == "backward":
             return
         unit.index = len(self.order)
         self.order.append(unit)
@@ -173,7 +168,12 @@ class Fsdp1Engine(Engine):
             return
         self._keep_inputs(tape)
         self._unshard(tape, unit)
-        if unit.index > 0 and not self.reentrant:
+        if self.reentrant:
+            # the recomputed forward frees the unit as any forward does, and only it tells that a backward will want it
+            if not unit.root:
+                self._reshard(tape, unit)
+                self._unshard(tape, unit)
+        elif unit.index > 0:
             self._unshard(tape, self.order[unit.index - 1])
         unit.index = -1
 
