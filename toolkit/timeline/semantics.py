@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -334,10 +334,11 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
         return _wrapped(lambda: _summed(run, inputs, batch["labels"]), numerics)
     if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss or variant.compiled_loss:
         def with_loss() -> dict[str, Any]:
-            box = [run(**inputs).logits]
-            if variant.fp32_output:
-                box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
-            loss = loss_of(box, batch["labels"], variant)
+            with _head_input_named(model) if variant.loss_code in ("shifted", "upcast") else nullcontext():
+                box = [run(**inputs).logits]
+                if variant.fp32_output:
+                    box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
+                loss = loss_of(box, batch["labels"], variant)
             return {"loss": loss, "logits": box[0]}
 
         out = _wrapped(with_loss, numerics)
@@ -345,6 +346,17 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
             keep.append(out["logits"])
         return out["loss"]
     return _wrapped(lambda: run(**batch), numerics).loss
+
+
+@contextmanager
+def _head_input_named(model: Any) -> Iterator[None]:
+    """transformers computes the loss inside the model's forward, which still names the hidden states then."""
+    named: list[Any] = []
+    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: named.append(args[0]))
+    try:
+        yield
+    finally:
+        handle.remove()
 
 
 def _summed(run: Callable[..., Any], inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
