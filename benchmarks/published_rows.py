@@ -64,7 +64,9 @@ _BY_NAME: tuple[tuple[str, dict[str, Any]], ...] = (
     ("mixtral", {"model_type": "mixtral", "architectures": ["MixtralForCausalLM"], "num_local_experts": 8}),
     ("olmo", _LLAMA), ("apertus", {**_LLAMA, "hidden_act": "relu2"}), ("devstral", {**_LLAMA, "head_dim": 128}),
     ("magistral", {**_LLAMA, "head_dim": 128}), ("mistral-small", {**_LLAMA, "head_dim": 128}),
-    ("powerlm", {**_LLAMA, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    ("powerlm", {"model_type": "granite", "architectures": ["GraniteForCausalLM"], "tie_word_embeddings": True,
+                 "attention_bias": True, "mlp_bias": True, "embedding_multiplier": 12.0, "residual_multiplier": 0.22,
+                 "logits_scaling": 9.0}),
     ("llama-3.2-1b", {**_LLAMA, "tie_word_embeddings": True}), ("llama-3.2-3b", {**_LLAMA, "tie_word_embeddings": True}),
 )  # fmt: skip
 _ALIASES = (

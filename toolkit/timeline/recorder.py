@@ -217,12 +217,8 @@ class Recorder(TorchDispatchMode):
         path = self._paths.get(id(module))
         if path is None:
             return
-        if self.phase != "backward" and (path in self._owns or path in self.layers):
-            positional = any(isinstance(a, torch.Tensor) and a.requires_grad for a in args)
-            if not positional:
-                self.inputs_without_gradient.add(path)
-                if not any(isinstance(a, torch.Tensor) and a.requires_grad for a in kwargs.values()):
-                    self.entries_without_gradient.add(path)
+        if path in self._owns or path in self.layers:
+            self._note_inputs(path, args, kwargs)
         self._stack.append(path)
         self._note_change(path)
         if self.phase != "backward":
@@ -230,6 +226,15 @@ class Recorder(TorchDispatchMode):
             if layer == path or not layer and self._below_layers_done():
                 self._segment(layer)
         self.mark("forward-begin", path)
+
+    def _note_inputs(self, path: str, args: Any, kwargs: Any) -> None:
+        """Whether a gradient will reach the module's inputs; what is recomputed under gradients counts, not the first pass."""
+        found = [any(isinstance(a, torch.Tensor) and a.requires_grad for a in group) for group in (args, kwargs.values())]
+        for names, without in ((self.inputs_without_gradient, not found[0]), (self.entries_without_gradient, not any(found))):
+            if not without:
+                names.discard(path)
+            elif self.phase != "backward":
+                names.add(path)
 
     def _below_layers_done(self) -> bool:
         return bool(self.segments[-1].layer)

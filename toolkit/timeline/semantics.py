@@ -333,8 +333,10 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
     if workload.loss_only:
         return _wrapped(lambda: _summed(run, inputs, batch["labels"]), numerics)
     if variant.loss_code != "current" or variant.keep_logits or variant.triton_loss or variant.compiled_loss:
+        head = model.get_output_embeddings()
+
         def with_loss() -> dict[str, Any]:
-            with _head_input_named(model) if variant.loss_code in ("shifted", "upcast") else nullcontext():
+            with _input_named(head) if head is not None and variant.loss_code in ("shifted", "upcast") else nullcontext():
                 box = [run(**inputs).logits]
                 if variant.fp32_output:
                     box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
@@ -349,10 +351,10 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
 
 
 @contextmanager
-def _head_input_named(model: Any) -> Iterator[None]:
+def _input_named(head: Any) -> Iterator[None]:
     """transformers computes the loss inside the model's forward, which still names the hidden states then."""
     named: list[Any] = []
-    handle = model.get_output_embeddings().register_forward_pre_hook(lambda module, args: named.append(args[0]))
+    handle = head.register_forward_pre_hook(lambda module, args: named.append(args[0]))
     try:
         yield
     finally:
