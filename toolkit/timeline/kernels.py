@@ -35,19 +35,20 @@ def blas_workspaces(architecture: str) -> int:
     return 2 * (_LARGE_WORKSPACE if architecture in _LARGE_ON else _WORKSPACE)
 
 
-def kernel_temporary(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -> int:
-    """Bytes that a kernel allocates and frees inside one call, beyond its outputs.
+def kernel_temporaries(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -> tuple[int, ...]:
+    """Bytes of each block that a kernel allocates inside one call, beyond its outputs; all die with the call.
 
     Flash attention's backward accumulates dQ in fp32 and, with grouped keys, makes dK and dV per query head first
     (ATen/native/transformers/cuda/flash_attn/flash_api.cpp, mha_bwd).
     """
     if cpu or func is not aten._scaled_dot_product_flash_attention_backward.default:
-        return 0
+        return ()
     query, key = args[1], args[2]
-    temporary = query.numel() * 4 + query.numel() // query.shape[-1] * 4
-    if key.shape[1] != query.shape[1]:
-        temporary += 2 * key.numel() * (query.shape[1] // key.shape[1]) * key.element_size()
-    return int(temporary)
+    blocks = (query.numel() // query.shape[-1] * 4, query.numel() * 4)
+    if key.shape[1] == query.shape[1]:
+        return blocks
+    expanded = key.numel() * (query.shape[1] // key.shape[1]) * key.element_size()
+    return (*blocks, expanded, expanded)
 
 
 def _matmul(func: Any, args: Any) -> tuple[int, int, int, int] | None:

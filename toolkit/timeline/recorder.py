@@ -19,7 +19,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.timeline.kernels import kernel_cost, kernel_temporary
+from toolkit.timeline.kernels import kernel_cost, kernel_temporaries
 from toolkit.timeline.shards import local, wrapper_classes
 from toolkit.timeline.trace import MarkKind
 
@@ -146,12 +146,15 @@ class Recorder(TorchDispatchMode):
         self._live[address] = (weakref.ref(storage, dead), born.number)
         return born.number
 
-    def _temporary(self, nbytes: int) -> None:
+    def _temporaries(self, blocks: tuple[int, ...]) -> None:
+        """Blocks that are all born before they die."""
         segment = len(self.segments) - 1
-        born = Born(len(self.storages), nbytes, self._module(), self.phase, segment, self._counts[segment], self.phase)
-        self._counts[segment] += 1
-        self.storages.append(born)
-        self.segments[segment].items += [RawMemory(born.number, +1, self.phase), RawMemory(born.number, -1, self.phase)]
+        born = [Born(len(self.storages) + i, nbytes, self._module(), self.phase, segment, self._counts[segment] + i, self.phase)
+                for i, nbytes in enumerate(blocks)]
+        self._counts[segment] += len(born)
+        self.storages += born
+        for sign in (+1, -1):
+            self.segments[segment].items += [RawMemory(b.number, sign, self.phase) for b in born]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -172,9 +175,7 @@ class Recorder(TorchDispatchMode):
                 before = len(self.storages)
                 self._see(leaf)
                 fresh = fresh or len(self.storages) > before
-        temporary = kernel_temporary(func, args, kwargs, out, self.device_is_cpu)
-        if temporary:
-            self._temporary(temporary)
+        self._temporaries(kernel_temporaries(func, args, kwargs, out, self.device_is_cpu))
         cost = kernel_cost(func, args, kwargs, out, fresh)
         if cost is not None:
             key = (len(self.segments) - 1, self.phase, *cost)
