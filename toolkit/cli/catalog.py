@@ -39,8 +39,8 @@ def _optimizers() -> list[dict[str, Any]]:
     from toolkit.timeline.optimizers import OptimizerTensor, state_bytes
 
     tensor = OptimizerTensor(1 << 20, 4, (1024, 1024))
-    return [{"name": name, "state_bytes_per_parameter": round(sum(state_bytes(name, tensor, "cuda", "foreach")[0]) / (1 << 20), 3)}
-            for name in get_args(Optimizer)]
+    kept = {name: sum(state_bytes(name, tensor, "cuda", "foreach")[0]) for name in get_args(Optimizer)}
+    return [{"name": name, "state_bytes_per_parameter": round(size / tensor.numel, 3)} for name, size in kept.items()]
 
 
 TABLES = {"gpus": _gpus, "models": _models, "strategies": _strategies, "optimizers": _optimizers}

@@ -166,7 +166,8 @@ class ExpandableAllocator(CachingAllocator):
             self._take(at_end)
             at_end.size += more
             return at_end
-        block = Block(more, self._addresses(_RANGE), small, stream) if end is None else Block(more, end.address+end.size, small, stream)
+        address = self._addresses(_RANGE) if end is None else end.address + end.size
+        block = Block(more, address, small, stream)
         if end is not None:
             end.after, block.before = block, end
         self._ends[stream, small] = block
