@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import MethodType
 from typing import Any
 
 import torch
@@ -205,6 +206,28 @@ def _inject(model: Any, workload: Workload) -> None:
                             f"name some of {', '.join(others)}") from None
 
 
+def _adapted_packed(self: Any, x: torch.Tensor) -> torch.Tensor:
+    """peft's forward of an adapter on a quantized layer (tuners/lora/{bnb,gptq}.py): a 4-bit product is cloned first, GPTQ's is added
+    to in place; without autocast the adapter's output is cast back."""
+    quantization = self.base_layer.quantization
+    result = self.base_layer(x)
+    if quantization.startswith("nf4"):
+        result = result.clone()
+    for name in self.active_adapters:
+        first, second = self.lora_A[name], self.lora_B[name]
+        convert = not torch.is_autocast_enabled("cpu")
+        if convert:
+            x = x.to(first.weight.dtype)
+        output = second(first(self.lora_dropout[name](x))) * self.scaling[name]
+        if convert:
+            output = output.to(result.dtype)
+        if quantization.startswith("gptq"):
+            result += output
+        else:
+            result = result + output
+    return result
+
+
 def freeze_and_adapt(model: Any, workload: Workload) -> None:
     """Freeze the model and add its adapters (in place); with `full` only what the variant's model code does its own way.
 
@@ -224,6 +247,9 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
         if variant.upcast_rest:
             _upcast_rest(model)
     _inject(model, workload)
+    for module in model.modules():
+        if isinstance(getattr(module, "base_layer", None), PackedLinear):
+            module.forward = MethodType(_adapted_packed, module)
     _keep_originals(model, variant.trainable_modules)
     whole = tuple(m.strip() for m in variant.trainable_modules.split(",") if m.strip())
     dtype = torch.float32 if variant.adapter_dtype == "fp32" or workload.loaded_dtype == "fp32" else torch.bfloat16
