@@ -121,12 +121,20 @@ class Fsdp1Engine(Engine):
     # -- before the first step ---------------------------------------------------------------------------------
 
     def setup(self, tape: Tape) -> None:
-        for unit in self.units:
+        for unit in [*self.units[1:], self.units[0]]:  # the root is wrapped last
+            what = f"flat parameter of {unit.name or 'the root'}"
             kept = self.shard_bytes(unit.parameters, self.kept_size)
+            # FlatParamHandle: the unit's parameters come to the device, are concatenated, and a copy of the shard stays
+            for p in unit.parameters:
+                tape.alloc(("loaded", p.name), p.nbytes, "parameters", p.name)
+            tape.alloc(("whole", unit.name), self.shard_bytes(unit.parameters, lambda p: p.itemsize) * self.shard, "parameters", what)
+            for p in unit.parameters:
+                tape.free(("loaded", p.name))
             if self.offload:
                 self.host.pinned.append(kept)
             else:
-                tape.alloc(("flat", unit.name), kept, "parameters", f"flat parameter of {unit.name or 'the root'}")
+                tape.alloc(("flat", unit.name), kept, "parameters", what)
+            tape.free(("whole", unit.name))
         self.setup_rest(tape)
 
     # -- gathering ---------------------------------------------------------------------------------------------
