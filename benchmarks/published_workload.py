@@ -154,6 +154,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         reentrant=bool(re.search(r"^fms|^peft|factory", source)),
         keep_logits="cookbook" in source and "not kept" not in row["notes"] or litgpt or names_logits,
         optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
+        foreach_denominators=bool(re.search(r"torch 2\.0", row["software"].lower())),
         every_second_matmul="torchtitan" in source,
         expert_loop="mixtral" in row["model"].lower(),
         cuda_modules="eager" if _eager_modules(row["software"]) else "lazy",

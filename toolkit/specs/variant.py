@@ -65,6 +65,8 @@ class Variant:
     """True: the training loop still names the logits while backward runs."""
     optimizer_in_backward: bool = False
     """True: each parameter is updated and its gradient dropped as soon as the gradient is there."""
+    foreach_denominators: bool = False
+    """True: foreach AdamW keeps the roots of the second moments beside its denominators (torch 2.0's `_multi_tensor_adamw`)."""
     every_second_matmul: bool = False
     """True: selective checkpointing saves every second matrix product only, as torchtitan's per-operator policy does."""
     expert_loop: bool = False

@@ -138,7 +138,7 @@ class Engine:
         tensors = self.optimizer_tensors()
         self.create_states(tape, tensors)
         if not self.workload.variant.optimizer_in_backward:
-            play_step(tape, tensors, self.workload.optimizer, self.impl)
+            play_step(tape, tensors, self.workload.optimizer, self.impl, self.workload.variant.foreach_denominators)
         for name in list(self.gradients):
             self.drop_gradient(tape, name)
 

@@ -59,15 +59,16 @@ def state_bytes(optimizer: str, tensor: OptimizerTensor, device: str, impl: Impl
     return (), 0
 
 
-def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, impl: Impl) -> None:
-    """Append the temporaries of one step to the tape; the states are the caller's."""
+def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, impl: Impl, denominators: bool = False) -> None:
+    """Append the temporaries of one step to the tape; the states are the caller's. `denominators`: foreach AdamW makes them beside
+    the roots (torch 2.0) and not in their place."""
     sizes = [t.numel * t.itemsize for t in tensors]
     if not sizes:
         return
     if optimizer == "adamw":
         if impl == "foreach":
             # sqrt of all second moments at once; the rest is in place
-            tape.transients(sizes, "temporaries", "optimizer step (foreach)")
+            tape.transients(sizes * 2 if denominators else sizes, "temporaries", "optimizer step (foreach)")
         elif impl == "loop":
             # sqrt, then its quotient, while the previous tensor's denominator is still named
             previous = 0
