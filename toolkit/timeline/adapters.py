@@ -207,8 +207,8 @@ def _inject(model: Any, workload: Workload) -> None:
 
 
 def _adapted_packed(self: Any, x: torch.Tensor) -> torch.Tensor:
-    """peft's forward of an adapter on a quantized layer (tuners/lora/{bnb,gptq}.py): a 4-bit product is cloned first, GPTQ's is added
-    to in place; without autocast the adapter's output is cast back."""
+    """peft's forward of an adapter on a quantized layer (tuners/lora/{bnb,gptq}.py): a 4-bit product is cloned first, GPTQ's is
+    added to in place; without autocast the adapter's output is cast back."""
     quantization = self.base_layer.quantization
     result = self.base_layer(x)
     if quantization.startswith("nf4"):

@@ -24,6 +24,7 @@ OWN_SEGMENT = 10 << 20
 LARGE_ROUND = 2 << 20
 _RANGE = 1 << 44
 """Addresses of an expandable pool: more than any device has."""
+_BELOW_ALL = -(1 << 60)
 
 
 class OutOfLimit(Exception):
@@ -57,14 +58,14 @@ class CachingAllocator:
         self.limit = limit
         self._pools: dict[tuple[int, bool], list[tuple[int, int, Block]]] = defaultdict(list)
         self._mapped = 0
-        """The lowest address that was given out. The driver is taken to give later segments lower ones: published figures that depend
-        on it say so (PowerLM-3B in full on one A100: 48.9 GiB; 48.8 this way, 39.8 the other way)."""
+        """The lowest address that was given out. The driver is taken to give later segments lower ones: published figures that
+        depend on it say so (PowerLM-3B in full on one A100: 48.9 GiB; 48.8 this way, 39.8 the other way)."""
 
     def malloc(self, nbytes: int, stream: int = 0) -> Block:
         size = max(ROUND, -(-nbytes // ROUND) * ROUND)
         small = size <= SMALL_LIMIT
         pool = self._pools[stream, small]
-        at = bisect_left(pool, (size, -_RANGE))
+        at = bisect_left(pool, (size, _BELOW_ALL))
         if at < len(pool):
             block = pool.pop(at)[2]
         else:

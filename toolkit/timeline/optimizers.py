@@ -60,8 +60,8 @@ def state_bytes(optimizer: str, tensor: OptimizerTensor, device: str, impl: Impl
 
 
 def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, impl: Impl, denominators: bool = False) -> None:
-    """Append the temporaries of one step to the tape; the states are the caller's. `denominators`: foreach AdamW makes them beside
-    the roots (torch 2.0) and not in their place."""
+    """Append the temporaries of one step to the tape; the states are the caller's. `denominators`: foreach AdamW makes them
+    beside the roots (torch 2.0) and not in their place."""
     sizes = [t.numel * t.itemsize for t in tensors]
     if not sizes:
         return

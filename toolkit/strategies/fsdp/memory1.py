@@ -127,7 +127,8 @@ class Fsdp1Engine(Engine):
             # FlatParamHandle: the unit's parameters come to the device, are concatenated, and a copy of the shard stays
             for p in unit.parameters:
                 tape.alloc(("loaded", p.name), p.nbytes, "parameters", p.name)
-            tape.alloc(("whole", unit.name), self.shard_bytes(unit.parameters, lambda p: p.itemsize) * self.shard, "parameters", what)
+            whole = self.shard_bytes(unit.parameters, lambda p: p.itemsize) * self.shard
+            tape.alloc(("whole", unit.name), whole, "parameters", what)
             for p in unit.parameters:
                 tape.free(("loaded", p.name))
             if self.offload:
