@@ -96,6 +96,8 @@ def spec_of(row: Row) -> ModelSpec:
         known = next((catalog_model(target) for part, target in _ALIASES if part in low), None)
     if known is not None:
         config = _without_limit(dict(known.config))
+        if row["source"].lower().startswith("fms") and config["model_type"] in ("llama", "mistral", "mixtral"):
+            config["vocab_size"] += 1  # fms-hf-tuning adds a padding token where a tokenizer has none: tuning/sft_trainer.py
         if "litgpt" in row["source"].lower():
             config["tie_word_embeddings"] = False  # litgpt's GPT has a head of its own
         return ModelSpec(name=known.name, config=config, source=f"catalog:{known.name}")

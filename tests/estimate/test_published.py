@@ -23,15 +23,21 @@ ESTIMATORS: dict[Any, Estimator] = {}
     ("row", "within"),
     [
         ("fms-013", 0.5),  # full, one GPU: the foreach temporary of the optimizer step
-        ("fms-041", 3.0),  # LoRA, one GPU: logits of transformers 4.48
-        ("fms-095", 3.0),  # QLoRA, unsloth's kernels
-        ("fms-099", 3.0),  # QLoRA of a mixture, expert by expert
+        ("fms-041", 0.2),  # LoRA, one GPU: logits of transformers 4.48, whose forward names the hidden states meanwhile
+        ("fms-095", 0.3),  # QLoRA, unsloth's kernels
+        ("fms-099", 0.1),  # QLoRA of a mixture, expert by expert
         ("fms-208", 0.5),  # FSDP1, fp32 flat parameters
-        ("fms-218", 5.0),  # FSDP1 with a frozen base under reentrant checkpointing: inputs and their gradients stay
+        ("fms-180", 0.1),  # FSDP1 under reentrant checkpointing: no unit is gathered ahead, the recomputed output stays
+        ("fms-175", 0.1),  # the same with a frozen base: inputs and their gradients stay
+        ("fms-107", 0.1),  # QLoRA of 70B under FSDP1
+        ("fms-155", 0.1),  # a Granite: its embeddings' product and its logits' quotient
+        ("fms-108", 2.0),  # the driver's figure: what wrapping and 4-bit products leave in the cache
+        ("fsdpq-019", 1.0),  # reserved, FSDP1 with everything on the host
+        ("qwen-026", 2.0),  # torch 2.0's foreach AdamW
         ("litgpt-014", 1.0),  # LoRA in a fused product, logits in fp32
         ("litgpt-059", 3.0),  # QLoRA: the last batch's inputs of packed layers are there through the next forward
         ("litgpt-034", 2.0),  # FSDP1: frozen and trained in one flat parameter, accumulated whole under no_sync
-        ("fms-150", 2.0),  # FSDP1, the loss decides
+        ("fms-150", 0.1),  # FSDP1, the loss decides
         ("titan-023", 4.0),  # FSDP2, reserved: streams of their own, every second product saved
         ("titan-034", 3.0),  # FSDP2, reserved, the optimizer step: 0.1% with fixed segments, which its launcher did not use
         ("titan-036", 1.0),  # FSDP2, expandable segments, 13B on 64 GPUs

@@ -45,6 +45,17 @@ def test_a_freed_block_is_taken_again_by_what_fits_best() -> None:
     assert allocator.reserved == 70 * MIB, "the 30 MiB segment was taken, the larger one is still whole"
 
 
+def test_of_equal_blocks_the_one_at_the_lowest_address_is_taken() -> None:
+    """Later segments lie lower; within a segment what is split off lies higher."""
+    allocator = CachingAllocator()
+    first, second = allocator.malloc(30 * MIB), allocator.malloc(30 * MIB)
+    allocator.release(first)
+    allocator.release(second)
+    left, right = allocator.malloc(15 * MIB), allocator.malloc(15 * MIB)
+    assert second.address < first.address
+    assert (left.address, right.address) == (second.address, second.address + 15 * MIB)
+
+
 def test_neighbours_merge_when_they_are_free() -> None:
     allocator = CachingAllocator()
     parts = [allocator.malloc(4 * MIB) for _ in range(5)]
