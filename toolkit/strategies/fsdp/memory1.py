@@ -31,6 +31,9 @@ from toolkit.timeline.tracing import Numerics
 _SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 UNSHARD_STREAM = 1
 REDUCE_STREAM = 2
+BROADCAST_BUCKET = 250 << 20
+"""torch/distributed/fsdp/_init_utils.py, PARAM_BROADCAST_BUCKET_SIZE."""
+IN_FLIGHT = 2
 
 
 @dataclass
@@ -127,6 +130,7 @@ class Fsdp1Engine(Engine):
             # FlatParamHandle: the unit's parameters come to the device, are concatenated, and a copy of the shard stays
             for p in unit.parameters:
                 tape.alloc(("loaded", p.name), p.nbytes, "parameters", p.name)
+            self._broadcast(tape, unit)
             whole = self.shard_bytes(unit.parameters, lambda p: p.itemsize) * self.shard
             tape.alloc(("whole", unit.name), whole, "parameters", what)
             for p in unit.parameters:
@@ -137,6 +141,21 @@ class Fsdp1Engine(Engine):
                 tape.alloc(("flat", unit.name), kept, "parameters", what)
             tape.free(("whole", unit.name))
         self.setup_rest(tape)
+
+    def _broadcast(self, tape: Tape, unit: FlatUnit) -> None:
+        """sync_module_states: tensors go flat from rank 0 to the others, in buckets of which two are in flight
+        (torch/csrc/distributed/c10d/comm.cpp, broadcast_coalesced)."""
+        buckets, size = [], 0
+        for p in unit.parameters:
+            size += p.nbytes
+            if size >= BROADCAST_BUCKET:
+                buckets.append(size)
+                size = 0
+        for i, nbytes in enumerate([*buckets, size] if self.shard > 1 else []):
+            tape.free(("bucket", i - IN_FLIGHT))
+            tape.alloc(("bucket", i), nbytes, "communication", f"broadcast of {unit.name or 'the root'}")
+        for i in range(len(buckets) + 1):
+            tape.free(("bucket", i))
 
     # -- gathering ---------------------------------------------------------------------------------------------
 
