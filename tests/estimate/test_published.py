@@ -32,7 +32,6 @@ ESTIMATORS: dict[Any, Estimator] = {}
         ("fms-107", 0.1),  # QLoRA of 70B under FSDP1
         ("fms-155", 0.1),  # a Granite: its embeddings' product and its logits' quotient
         ("fms-108", 2.0),  # the driver's figure: what wrapping and 4-bit products leave in the cache
-        ("fsdpq-019", 1.0),  # reserved, FSDP1 with everything on the host
         ("qwen-026", 2.0),  # torch 2.0's foreach AdamW
         ("litgpt-014", 1.0),  # LoRA in a fused product, logits in fp32
         ("litgpt-059", 3.0),  # QLoRA: the last batch's inputs of packed layers are there through the next forward
