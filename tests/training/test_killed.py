@@ -52,6 +52,17 @@ def test_a_rank_that_was_gone_before_the_watch_began(killed: bool, tmp_path: Pat
     assert said == (f"error: process {child.pid} of this run was killed, most likely by signal 9" if killed else "")
 
 
+def test_without_torchs_launcher_the_watch_ends_with_the_first_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What else its parent has started may live for days, and the watch holds the run's standard error open."""
+    monkeypatch.delenv("TORCHELASTIC_ERROR_FILE", raising=False)
+    with subprocess.Popen([sys.executable, "-c", ""]) as rank, subprocess.Popen([sys.executable, "-c", "input()"],
+                                                                               stdin=subprocess.PIPE) as neighbour:
+        watch_launch([str(os.getpid()), str(rank.pid), str(neighbour.pid)])
+        assert neighbour.poll() is None
+        assert neighbour.stdin is not None
+        neighbour.stdin.write(b"\n")
+
+
 @pytest.mark.slow
 def test_a_killed_rank_of_a_launched_run_is_explained(tiny_model: Path, chat_data: Path, tmp_path: Path) -> None:
     words = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(ROOT / "recipes/accelerate/ddp.yaml"),

@@ -185,7 +185,8 @@ def main(arguments: list[str]) -> None:
                 _claim_report()
                 print(f"error: {line}; fewer processes per node or no offload need less of it", file=sys.stderr, flush=True)
                 return
-        if not ends or not ends.keys().isdisjoint(_started()):
+        ranks = _started()  # none is known without torch's launcher: the watch must not outlive the run for its neighbours' sake
+        if not ends or not ranks or not ends.keys().isdisjoint(ranks):
             return
         watch.pids = [pid for pid in watch.pids if pid not in ends]  # helpers of the launcher come and go
 
