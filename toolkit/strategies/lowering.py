@@ -129,7 +129,7 @@ class Engine:
     def create_state(self, tape: Tape, i: int, tensor: OptimizerTensor) -> None:
         """The states of the tensor with number `i`."""
         on_device, on_host = state_bytes(self.workload.optimizer, tensor, self.device, self.impl)
-        for part, nbytes in enumerate([sum(on_device)] if tape.compact else on_device):
+        for part, nbytes in enumerate(tape.blocks(on_device)):
             tape.alloc(("state", i, part), nbytes, "optimizer_states", "optimizer states")
         self.host.plain += on_host
 

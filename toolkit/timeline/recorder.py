@@ -175,7 +175,9 @@ class Recorder(TorchDispatchMode):
                 before = len(self.storages)
                 self._see(leaf)
                 fresh = fresh or len(self.storages) > before
-        self._temporaries(kernel_temporaries(func, args, kwargs, out, self.device_is_cpu))
+        blocks = kernel_temporaries(func, args, kwargs, out, self.device_is_cpu)
+        if blocks:
+            self._temporaries(blocks)
         cost = kernel_cost(func, args, kwargs, out, fresh)
         if cost is not None:
             key = (len(self.segments) - 1, self.phase, *cost)

@@ -179,17 +179,18 @@ class Tape:
             self.labels.append(held[1])
             self.keys.append(name)
 
+    def blocks(self, sizes: Sequence[int]) -> Sequence[int]:
+        """What is born together, as blocks of their own; in the compact grain, which replays no allocator, as one."""
+        return [sum(sizes)] if self.compact else sizes
+
     def transient(self, nbytes: int, category: str, what: str) -> None:
         """Something that is born and dies at once."""
-        if nbytes > 0:
-            self.alloc(("transient", len(self.deltas)), nbytes, category, what)
-            name = self.keys[-1]
-            self.free(name)
+        self.transients([nbytes], category, what)
 
     def transients(self, sizes: Sequence[int], category: str, what: str) -> None:
         """Blocks that are all born before the first of them dies."""
         first = len(self.deltas)
-        for i, nbytes in enumerate([sum(sizes)] if self.compact else sizes):
+        for i, nbytes in enumerate(self.blocks(sizes)):
             self.alloc(("transient", first, i), nbytes, category, what)
         for name in self.keys[first:]:
             self.free(name)

@@ -6,7 +6,8 @@ Read from torch 2.4 `torch/distributed/fsdp/{_flat_param,_runtime_utils,_limiter
   parameters are taken as flat parameters of their own, as peft's and the recipes' wrap policies make them;
 * `_unshard` allocates the padded flat parameter on the unshard stream, after a low-precision copy of the shard when mixed
   precision asks for one; there is no copy-out, the modules see views of it;
-* `_post_forward_reshard` frees it, but never the root's; with BACKWARD_PRE `_pre_backward_hook` prefetches the next unit;
+* `_post_forward_reshard` frees it, but never the root's; with BACKWARD_PRE `_pre_backward_hook` prefetches the next unit, unless
+  that has no hooks of its own yet (`_needs_pre_backward_unshard`), as under reentrant checkpointing, whose first pass sets none;
 * the gradients of the views meet in the backward of `split`, which concatenates them into one flat gradient;
   `_reduce_grad` pads it when it does not divide and scatters it into a shard, which is cast to the kept dtype;
 * under reentrant checkpointing a frozen unit registers its reshard hook in the recomputed forward, on the detached leaf
@@ -33,7 +34,8 @@ UNSHARD_STREAM = 1
 REDUCE_STREAM = 2
 BROADCAST_BUCKET = 250 << 20
 """torch/distributed/fsdp/_init_utils.py, PARAM_BROADCAST_BUCKET_SIZE."""
-IN_FLIGHT = 2
+BROADCASTS = 2
+"""Buckets that are under way at a time."""
 
 
 @dataclass
@@ -152,7 +154,7 @@ class Fsdp1Engine(Engine):
                 buckets.append(size)
                 size = 0
         for i, nbytes in enumerate([*buckets, size] if self.shard > 1 else []):
-            tape.free(("bucket", i - IN_FLIGHT))
+            tape.free(("bucket", i - BROADCASTS))
             tape.alloc(("bucket", i), nbytes, "communication", f"broadcast of {unit.name or 'the root'}")
         for i in range(len(buckets) + 1):
             tape.free(("bucket", i))
