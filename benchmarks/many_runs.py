@@ -62,7 +62,10 @@ class Runner:
                              "faults": faults or [], "script": script, "limit": limit,
                              "environment": environment or {}}) + "\n")  # fmt: skip
         to.flush()
-        return dict(json.loads(back.readline()))
+        answer = back.readline()
+        if not answer:
+            raise RuntimeError("the process that starts the runs has ended; its last words are above")
+        return dict(json.loads(answer))
 
 
 def engine_environment(file: str, processes: int) -> dict[str, str]:
@@ -91,6 +94,7 @@ def serve() -> None:
     import toolkit.training.data.prepare
     import toolkit.training.preflight  # noqa: F401
 
+    _places()  # A name that is gone is an error here and not a rank that its neighbours wait for.
     gc.freeze()  # Collections in the ranks need not walk through the libraries.
     known: dict[tuple[str, int], dict[str, str]] = {}
     for line in sys.stdin:
@@ -171,9 +175,6 @@ def _rank(run: dict[str, Any], environment: dict[str, str], rank: int, port: int
 def arm(fault: dict[str, Any]) -> None:
     """Have `fault` happen in this process: {"point" or "seconds", and "signal", "errno" or "fill" (a file that takes the room
     of its whole disk)}, `only` for points of that name; or {"count"}, a file that gets the points passed and the seconds."""
-    from toolkit.training import step
-    from toolkit.training.state import store
-
     passed = 0
     begun: list[float] = []
 
@@ -205,13 +206,21 @@ def arm(fault: dict[str, Any]) -> None:
 
         return call
 
+    for owner, attribute, name, function in _places():
+        setattr(owner, attribute, watched(name, function))
+
+
+def _places() -> list[tuple[Any, str, str, Callable[..., Any]]]:
+    """What is watched: (where it is kept, as what, the name of its points, the function)."""
+    from toolkit.training import step
+    from toolkit.training.state import store
+
     owners: list[tuple[Any, str, str]] = [
         (step, "count_batch", "step"), (step, "evaluate", "evaluation"), (store, "write_tensors", "file"),
         (store, "bytes_of", "tensor"), (os, "fsync", "sync"), (Path, "rename", "name"), (Path, "replace", "name"),
         (shutil, "rmtree", "remove"),
     ]  # fmt: skip
-    for owner, attribute, name in owners:
-        setattr(owner, attribute, watched(name, getattr(owner, attribute)))
+    return [(owner, attribute, name, getattr(owner, attribute)) for owner, attribute, name in owners]
 
 
 if __name__ == "__main__":

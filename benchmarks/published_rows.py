@@ -198,6 +198,8 @@ def _strategy(row: Row, spec: ModelSpec) -> Plan:
         version = 1 if re.search(r"fsdp ?1|fsdp\b(?!2)", text) and "fsdp2" not in text else 2
         name = "fsdp-grad" if re.search(r"shard_grad_op|zero-?2", text) else "hsdp" if "hybrid" in text else "fsdp"
         return Plan(strategy=name, fsdp=FsdpSettings(version=version), **common)  # type: ignore[arg-type]
+    if row["source"].startswith("Qwen README") and text == "zero-3 or none":
+        text = "zero-2"  # README.md: with the embedding trainable "it is not available to use ZeRO 3", its script takes ZeRO-2
     zero = re.search(r"zero[- ]?stage[- ]?(\d)|zero[- ]?(\d)", text)
     if zero:
         stage = zero[1] or zero[2]

@@ -156,6 +156,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         optimizer_in_backward="in_bwd" in row["optimizer"].lower(),
         foreach_denominators=bool(re.search(r"torch 2\.0", row["software"].lower())),
         every_second_matmul="torchtitan" in source,
+        rotary_tables=131072 if "liger" in source else 0,  # max_position_embeddings of Qwen2-7B, its only model
         expert_loop="mixtral" in row["model"].lower(),
         cuda_modules="eager" if _eager_modules(row["software"]) else "lazy",
         shard_packed="torchtune" in source,

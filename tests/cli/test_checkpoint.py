@@ -83,6 +83,12 @@ def test_a_folder_without_checkpoints(tmp_path: Path) -> None:
     assert "holds no complete checkpoint" in toolkit("inspect", tmp_path).stderr
 
 
+def test_a_run_without_a_sound_checkpoint_says_what_is_wrong(run: Path) -> None:
+    for step in (run / "checkpoints").iterdir():
+        (step / "state.json").write_text("{", encoding="utf-8")
+    assert "state.json has 1 bytes instead of" in toolkit("inspect", run).stderr
+
+
 def test_convert_and_export_end_with_one_line(run: Path, tmp_path: Path) -> None:
     done = toolkit("convert", run, tmp_path / "dcp", "--to", "dcp", "--json")
     assert done.returncode == 0, done.stderr

@@ -33,6 +33,17 @@ def test_the_interval_holds_the_figure_and_grows_with_ranks(gpu: str, gpus: int)
     assert (typical > alone) is (gpus > 1)
 
 
+def test_the_communicator_of_a100s_with_nvlink_is_as_it_was_measured() -> None:
+    # NVIDIA/nccl#964: 544 MiB for a group of two, 688 MiB for more, on A100s that NVLink joins
+    def communicator(gpu: str, gpus: int) -> int:
+        ranks, alone = make_cluster(gpu=gpu, gpus=gpus), make_cluster(gpu=gpu, gpus=1)
+        return outside_allocator(ranks, Plan(strategy="ddp"))[0] - outside_allocator(alone, Plan())[0]
+
+    assert communicator("a100-80gb-sxm", 2) == 544 * MIB
+    assert communicator("a100-80gb-sxm", 4) == 688 * MIB
+    assert communicator("a100-80gb-pcie", 2) < 544 * MIB
+
+
 def test_a_run_of_one_gpu_replaces_the_context_and_leaves_the_communicators(tmp_path: Path) -> None:
     measured = read_calibration(memory_json(tmp_path, 700 * MIB))
     assert measured == (700 * MIB, 1)

@@ -52,6 +52,12 @@ def test_the_attention_keeps_what_the_fused_product_makes_it_keep(groups: int) -
     assert counted <= found <= counted + 1024  # the kernel's random state and the like
 
 
+def test_every_layer_keeps_its_rotary_tables_where_the_code_has_them() -> None:
+    none, tables = trace(method="full"), trace(method="full", rotary_tables=100)
+    assert tables.buffers - none.buffers == 8 * 2 * 100 * (HIDDEN // HEADS) * 2
+    assert tables.items == none.items
+
+
 def test_a_fused_product_has_the_parameters_of_the_separate_ones() -> None:
     apart, fused = trace(2), trace(2, fused_qkv="q,v")
     assert sum(p.numel for p in fused.parameters if not p.trainable) == sum(p.numel for p in apart.parameters if not p.trainable)

@@ -36,8 +36,9 @@ def outside_allocator(cluster: Cluster, plan: Plan, workload: Workload | None = 
     eager = workload is not None and workload.variant.cuda_modules == "eager"
     context = table["context_eager"] if eager else table["context"].get(cluster.gpu.architecture, table["context"]["default"])
     count = communicators(plan, cluster.world_size)
-    figures = [table["nccl"]["two_ranks" if cluster.world_size == 2 else "more_ranks"]] if count else []
-    figures += [table["nccl"]["further_communicator"]] * (count - 1)
+    joined = cluster.gpu.architecture if cluster.gpu.link in ("nvlink", "nvswitch") else "default"
+    world = table["nccl"].get(joined, table["nccl"]["default"])["two_ranks" if cluster.world_size == 2 else "more_ranks"]
+    figures = [world, *[table["further_communicator"]] * (count - 1)] if count else []
     fixed = 0
     if cluster.outside_measured is None:
         figures.append(context)

@@ -69,6 +69,9 @@ class Variant:
     """True: foreach AdamW keeps the roots of the second moments beside its denominators (torch 2.0's `_multi_tensor_adamw`)."""
     every_second_matmul: bool = False
     """True: selective checkpointing saves every second matrix product only, as torchtitan's per-operator policy does."""
+    rotary_tables: int = 0
+    """Positions of which every layer keeps cosines and sines, as Qwen2's and Mixtral's do in transformers before 4.45
+    (`Qwen2RotaryEmbedding._set_cos_sin_cache`: max_position_embeddings of them, in the weights' dtype)."""
     expert_loop: bool = False
     """True: a mixture's experts are separate linear layers, run one after the other (transformers before 5)."""
     cuda_modules: Literal["lazy", "eager"] = "lazy"

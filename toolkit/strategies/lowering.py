@@ -74,7 +74,8 @@ class Engine:
         self.setup_rest(tape)
 
     def setup_rest(self, tape: Tape) -> None:
-        tape.alloc("buffers", self.trace.buffers, "parameters", "buffers")
+        for i, nbytes in enumerate(tape.blocks([size for _, size in self.trace.buffer_parts])):
+            tape.alloc(("buffer", i), nbytes, "parameters", "buffers")
         tape.alloc("batch", self.trace.batch, "activations", "inputs")
 
     # -- a micro-batch -----------------------------------------------------------------------------------------

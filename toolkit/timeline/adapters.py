@@ -228,6 +228,15 @@ def _adapted_packed(self: Any, x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+def _keep_rotary_tables(model: Any, positions: int) -> None:
+    for module in model.modules():
+        width = getattr(module, "head_dim", None)
+        if isinstance(width, int) and hasattr(module, "q_proj"):
+            for name in ("cos_cached", "sin_cached"):
+                table = torch.empty(positions, width, dtype=model.dtype, device=module.q_proj.weight.device)
+                module.register_buffer(name, table, persistent=False)
+
+
 def freeze_and_adapt(model: Any, workload: Workload) -> None:
     """Freeze the model and add its adapters (in place); with `full` only what the variant's model code does its own way.
 
@@ -235,6 +244,8 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
         UserError: the targets match no module of the model.
     """
     variant = workload.variant
+    if variant.rotary_tables:
+        _keep_rotary_tables(model, variant.rotary_tables)
     if variant.expert_loop:
         _loop_experts(model, variant.quantization if workload.method == "qlora" else None)
     if variant.fused_qkv:

@@ -50,14 +50,21 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
     from toolkit.timeline import semantics
 
     attention = semantics.attention_name(workload.attention, numerics.device)
-    built = build(spec, workload, attention)
-    try:
-        return _trace(spec, built, workload, numerics)
-    except _CodeFails:
-        if not built.is_cut:
-            raise
-    # Code that knows its layers by number (Zamba2's, Gemma 3n's) runs only with all of them.
-    return _trace(spec, build(spec, workload, attention, whole=True), workload, numerics)
+    family = str(spec.config.get("model_type"))
+    if family not in _NOT_CUT:
+        built = build(spec, workload, attention)
+        try:
+            return _trace(spec, built, workload, numerics)
+        except _CodeFails:
+            if not built.is_cut:
+                raise
+    trace = _trace(spec, build(spec, workload, attention, whole=True), workload, numerics)
+    _NOT_CUT.add(family)
+    return trace
+
+
+_NOT_CUT: set[str] = set()
+"""Families whose code knows its layers by number (Zamba2's, Gemma 3n's) and runs only with all of them, as far as met."""
 
 
 class _CodeFails(UserError):

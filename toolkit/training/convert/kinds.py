@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from toolkit.errors import UserError
-from toolkit.training.state.manifest import MANIFEST, is_complete, named, newest_in
+from toolkit.training.state.manifest import MANIFEST, damage, is_complete, named, newest_in
 
 FORMATS = {
     "toolkit": "a checkpoint of this toolkit",
@@ -95,7 +95,8 @@ def _only(path: Path) -> tuple[str, Path]:
         listed = ", ".join(str(folder) for _, folder in whole[:6]) + (", ..." if len(whole) > 6 else "")
         raise UserError(f"{path} holds several checkpoints; name one of {listed}")
     if found:
-        raise UserError(f"{path} holds no complete checkpoint: {found[0][1]} was never finished, or lacks files")
+        why = damage(found[0][1], contents="none") or f"{found[0][1]} was never finished, or lacks files"
+        raise UserError(f"{path} holds no complete checkpoint: {why}")
     raise UserError(f"{path} holds no complete checkpoint; name a run folder, its checkpoints folder or a step-* folder (or a "
                     "folder that DeepSpeed, Accelerate's FSDP or torch's distributed checkpoint wrote)")
 
