@@ -180,14 +180,10 @@ def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
 
 
 def _expandable(row: Row) -> bool:
-    """Whether the run's launcher set expandable segments: run_llama_train.sh and run_train.sh of torchtitan, axolotl's command
-    line (its #1755, 2024-07), projects/sequence-parallelism/README.md of ArcticTraining.
-
-    When torchtitan began is not known: its first script (spring of 2024) had it not, and no dated row lies between that and the
-    end of the year.
-    """
+    """Whether the run's launcher set expandable segments: run_llama_train.sh of torchtitan (its #643, 2024-10-22), axolotl's
+    command line (its #1765, 2024-07), projects/sequence-parallelism/README.md of ArcticTraining."""
     source = row["source"].lower()
-    titan = "torchtitan" in source and _month(row["software"]) >= "2024-07"
+    titan = "torchtitan" in source and _month(row["software"]) > "2024-10"
     return titan or source.startswith(("axolotl", "arctic")) or "expandable" in row["notes"].lower()
 
 
