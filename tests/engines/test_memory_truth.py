@@ -22,7 +22,8 @@ ROWS: list[dict[str, Any]] = [
 
 EXACT = 4096
 """Bytes: what counts as exact; the engines keep a few scalars that no timeline holds."""
-ONEDNN_SCRATCH = 16 << 20
+OTHER_PROCESSORS = 64 << 10
+"""Bytes by which what oneDNN keeps for bf16 products may differ from the processor on which it was counted."""
 
 
 def load(name: str) -> Any:
@@ -47,7 +48,6 @@ def test_a_steady_step_takes_what_was_predicted(row: dict[str, Any]) -> None:
     # hsdp reduces between the copies on gloo's threads, beside the backward: a step in which one lags (seen once in thirty runs,
     # 6 MB of 272) holds its buffer longer. What the engine takes undisturbed is what is predicted.
     steady = (min if row["strategy"] == "hsdp" else max)(measured["peaks"][2:])
-    # On processors with bf16 units oneDNN keeps a scratch buffer after the first product, whose size is the processor's.
-    scratch = measured["resident"][2] - estimate.memory.resident
-    assert -EXACT <= scratch <= (0 if row["precision"] == "fp32" else ONEDNN_SCRATCH) + EXACT
-    assert abs(steady - scratch - estimate.memory.peak_allocated) <= 2 * EXACT
+    allowed = EXACT + (0 if row["precision"] == "fp32" else OTHER_PROCESSORS)
+    assert abs(measured["resident"][2] - estimate.memory.resident) <= allowed
+    assert abs(steady - estimate.memory.peak_allocated) <= allowed + EXACT

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 
+from toolkit.timeline.kernels import compiles_products
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 ROWS = [json.loads(line) for line in (BENCHMARKS / "data" / "engine_cpu.jsonl").read_text().splitlines()]
 ONEDNN = 10_348_600
-"""Bytes that oneDNN kept on the processor that measured the bf16 rows (benchmarks/data/README.md)."""
+"""Bytes that oneDNN kept for the products of the bf16 rows; a processor without its bf16 kernels predicts none of them."""
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +45,7 @@ def test_the_peak_is_the_engines(row: dict[str, Any], accuracy: Any, estimators:
     held = accuracy.held_by_the_script(row, estimate)
     memory = estimate.memory
     missing = row["steady_peak"] - memory.peak_allocated - held
-    allowed = ONEDNN if row["precision"] == "bf16" else 0
+    allowed = ONEDNN if row["precision"] == "bf16" and not compiles_products() else 0
     assert abs(missing) <= max(4096, 0.005 * row["steady_peak"]) + allowed
     assert abs(memory.resident + held - row["resident"]) <= 0.002 * row["resident"] + allowed
     assert sum(memory.breakdown.values()) == memory.peak_allocated

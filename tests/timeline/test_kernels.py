@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from toolkit.estimate.engine import Estimator
 from toolkit.specs import ModelSpec, Plan, Variant, Workload
 from toolkit.specs.detect import make_cluster
-from toolkit.timeline.kernels import blas_workspaces
+from toolkit.timeline.kernels import blas_workspaces, code_size, compiled_product, compiles_products
 from toolkit.timeline.trace import Memory
 from toolkit.timeline.tracing import Numerics, trace_model
 
@@ -31,6 +32,26 @@ def test_workspaces_lie_in_the_allocator_for_good(gpu: str, mib: float) -> None:
 def test_the_default_of_torch_is_one_workspace_per_thread() -> None:
     assert blas_workspaces("ampere") == 2 * 8519680
     assert blas_workspaces("hopper") == 2 * 33554432
+
+
+def test_a_product_is_compiled_once_for_each_shape_and_layout() -> None:
+    mm, weight = torch.ops.aten.mm.default, torch.zeros(96, 64, dtype=torch.bfloat16)
+    rows = torch.zeros(32, 64, dtype=torch.bfloat16)
+    first = compiled_product(mm, (rows, weight.t()))
+    assert first == (1, 32, 96, 64, 0, 1) == compiled_product(mm, (rows + 1, weight.t()))
+    assert compiled_product(mm, (rows, weight.t().contiguous())) == (1, 32, 96, 64, 0, 0)
+    assert compiled_product(mm, (rows.float(), weight.float().t())) is None
+    assert compiled_product(mm, (rows[:1, :16], weight[:16, :16].t())) is None, "torch runs small ones itself"
+
+
+@pytest.mark.skipif(not compiles_products(), reason="oneDNN has no bf16 kernels for this processor")
+def test_a_cpu_keeps_the_code_of_its_bf16_products() -> None:
+    work = Workload(seq_len=32, precision="bf16")
+    memory = Estimator(SPEC).estimate(work, Plan(), make_cluster(gpu="cpu", gpus=1)).memory
+    held = sum(b for _, what, b in memory.largest if what.startswith("oneDNN"))
+    assert held > 10 * code_size((1, 32, 64, 64, 0, 0))
+    plain = Estimator(SPEC).estimate(work.with_(precision="fp32"), Plan(), make_cluster(gpu="cpu", gpus=1)).memory
+    assert not any(what.startswith("oneDNN") for _, what, _ in plain.largest)
 
 
 def top(**variant: Any) -> int:

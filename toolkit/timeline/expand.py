@@ -7,6 +7,7 @@ from typing import Any
 
 from toolkit.specs import Workload
 from toolkit.timeline.build import BuiltModel, Stack
+from toolkit.timeline.kernels import code_size
 from toolkit.timeline.recorder import RawMark, RawMemory, Recorder, Segment
 from toolkit.timeline.shards import local
 from toolkit.timeline.trace import Item, Mark, Memory, ModelTrace, Operation, ParameterInfo
@@ -251,6 +252,7 @@ def expand(built: BuiltModel, recorder: Recorder, workload: Workload, itemsizes:
         inputs_without_gradient=_renamed(recorder.inputs_without_gradient, built),
         entries_without_gradient=_renamed(recorder.entries_without_gradient, built),
         operations=_operations(built, recorder),
+        compiled=sum(map(code_size, recorder.compiled)),
         notes=_notes(built, workload),
         buffer_parts=tuple(parts),
     )

@@ -51,6 +51,40 @@ def kernel_temporaries(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -
     return (*blocks, expanded, expanded)
 
 
+_CODE = 537_688
+_COPIES_LEFT = 4_000
+_BLOCKED = 14_768
+_SMALLEST = 16**3
+
+
+def compiles_products() -> bool:
+    """Whether torch hands bf16 products on this CPU to oneDNN (ATen/native/mkldnn/Matmul.cpp)."""
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def compiled_product(func: Any, args: Any) -> tuple[int, ...] | None:
+    """The bf16 product that oneDNN compiles code for: (batch, M, N, K, left is transposed, right is transposed); None for others.
+
+    A product like an earlier one runs that one's code. Small ones (M x N x K up to 4096) take torch's own loop.
+    """
+    shape = _matmul(func, args)
+    if shape is None or math.prod(shape) <= _SMALLEST:
+        return None
+    left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
+    if left.dtype != torch.bfloat16:
+        return None
+    return (*shape, *(int(t.stride(-1) != 1 and t.stride(-2) == 1) for t in (left, right)))
+
+
+def code_size(product: tuple[int, ...]) -> int:
+    """Bytes that oneDNN keeps for a compiled product, for as long as its cache of 1024 does: two buffers of 256 KiB for code
+    and what describes its kernels, more of them where N or K is not a multiple of the block. Counted with the oneDNN of torch
+    2.13 on AVX-512; other processors differ by some KiB."""
+    _, _, n, k, left, _ = product
+    kernels = int(n % 64 != 0) + (0 if k <= 512 else 1 if k % (512 if left else 1024) == 0 else 3)
+    return _CODE + left * _COPIES_LEFT + kernels * _BLOCKED
+
+
 def _matmul(func: Any, args: Any) -> tuple[int, int, int, int] | None:
     if func is aten.mm.default:
         (m, k), n = args[0].shape, args[1].shape[1]

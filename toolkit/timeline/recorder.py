@@ -19,7 +19,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.timeline.kernels import kernel_cost, kernel_temporaries
+from toolkit.timeline.kernels import compiled_product, compiles_products, kernel_cost, kernel_temporaries
 from toolkit.timeline.shards import local, wrapper_classes
 from toolkit.timeline.trace import MarkKind
 
@@ -107,6 +107,9 @@ class Recorder(TorchDispatchMode):
         self.segments: list[Segment] = [Segment("", False, [])]
         self.storages: list[Born] = []
         self.operations: dict[tuple[Any, ...], int] = {}
+        self.compiled: set[tuple[int, ...]] = set()
+        """Products that oneDNN compiles code for."""
+        self._compiles = device_is_cpu and compiles_products()
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._counts: list[int] = [0]
         self._paths = {id(module): path for path, module in model.named_modules()}
@@ -182,6 +185,8 @@ class Recorder(TorchDispatchMode):
         if cost is not None:
             key = (len(self.segments) - 1, self.phase, *cost)
             self.operations[key] = self.operations.get(key, 0) + 1
+        if self._compiles and (product := compiled_product(func, args)) is not None:
+            self.compiled.add(product)
         return out
 
     # -- where we are ------------------------------------------------------------------------------------------
