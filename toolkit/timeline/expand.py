@@ -236,7 +236,6 @@ def expand(built: BuiltModel, recorder: Recorder, workload: Workload, itemsizes:
     return ModelTrace(
         items=_Expander(built, recorder).run(),
         parameters=_parameters(built, itemsizes),
-        buffers=sum(size for _, size in parts),
         batch=tokens * 8 + (workload.micro_batch * 8 if built.kind == "sequence-classification" else 0),
         layer_paths=tuple(f"{stack.path}.{i}" for stack in built.stacks for i in range(stack.depth)),
         layer_class=built.block_classes[0] if built.block_classes else "",

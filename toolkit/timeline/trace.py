@@ -96,8 +96,6 @@ class ModelTrace:
 
     items: Sequence[Item]
     parameters: tuple[ParameterInfo, ...]
-    buffers: int
-    """Bytes of buffers that live on the device."""
     batch: int
     """Bytes of one micro-batch of inputs."""
     layer_paths: tuple[str, ...]
@@ -123,6 +121,11 @@ class ModelTrace:
     notes: tuple[str, ...] = ()
     buffer_parts: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     """(name, bytes) of each buffer."""
+
+    @cached_property
+    def buffers(self) -> int:
+        """Bytes of buffers that live on the device."""
+        return sum(size for _, size in self.buffer_parts)
 
     @cached_property
     def trainable(self) -> tuple[ParameterInfo, ...]:

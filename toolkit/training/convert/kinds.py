@@ -95,8 +95,7 @@ def _only(path: Path) -> tuple[str, Path]:
         listed = ", ".join(str(folder) for _, folder in whole[:6]) + (", ..." if len(whole) > 6 else "")
         raise UserError(f"{path} holds several checkpoints; name one of {listed}")
     if found:
-        why = damage(found[0][1], contents="none") or f"{found[0][1]} was never finished, or lacks files"
-        raise UserError(f"{path} holds no complete checkpoint: {why}")
+        raise UserError(f"{path} holds no complete checkpoint: {damage(found[0][1], contents='none')}")
     raise UserError(f"{path} holds no complete checkpoint; name a run folder, its checkpoints folder or a step-* folder (or a "
                     "folder that DeepSpeed, Accelerate's FSDP or torch's distributed checkpoint wrote)")
 
