@@ -124,6 +124,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
     adapted = ",".join(p for p in "qkv" if re.search(rf"targets=\S*\b{p}\b", task))
     names_logits = _names_logits(source, row["software"], loss_code)
     peft = any(s in source for s in _HUGGING_FACE) and "answer" not in source
+    bigcode = "bigcode" in row["model"].lower()
     return Variant(
         quantization=quantization,  # type: ignore[arg-type]
         adapter_dtype="fp32" if peft else "weights",
@@ -146,7 +147,8 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         compiled_loss=row["torch_compile"] in ("yes", "per-block") and _compiles_loss(source, row["software"], loss_code),
         upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt|qwen-[\d_]+b", row["model"].lower()),
         # llm-foundry's models have norm_type low_precision_layernorm
-        kernels="fused-norm" if re.search("foak|mpt-", (loss_text + row["notes"] + row["model"]).lower())
+        # foak's kernels take the place of RMSNorm, which GPT-BigCode does not have
+        kernels="fused-norm" if re.search("foak|mpt-", (loss_text + row["notes"] + row["model"]).lower()) and not bigcode
         # a compiled layer saves what its products need and recomputes the rest (functorch's min-cut partitioner)
         else "liger" if "liger" in loss_text or row["torch_compile"] in ("yes", "per-block") else "model",
         # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
@@ -157,6 +159,8 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         foreach_denominators=bool(re.search(r"torch 2\.0", row["software"].lower())),
         every_second_matmul="torchtitan" in source,
         rotary_tables=131072 if "liger" in source else 0,  # max_position_embeddings of Qwen2-7B, its only model
+        repeats_keys=_repeats_keys(row),
+        keeps_projections=bigcode and (_transformers(row["software"]) or (9, 0)) < (4, 49),
         expert_loop="mixtral" in row["model"].lower(),
         cuda_modules="eager" if _eager_modules(row["software"]) else "lazy",
         shard_packed="torchtune" in source,
@@ -177,6 +181,20 @@ def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
     """torchtune compiles the cross entropy of a piece where it compiles the model; torchtitan all of it from April 2025 on (its
     #1033)."""
     return loss_code == "pieces" or ("torchtitan" in source and _month(software) >= "2025-04")
+
+
+def _repeats_keys(row: Row) -> bool:
+    """Whether the run's code copied keys and values for every query head: torchtitan before its #2259 (2026-01), torchtune, litgpt,
+    transformers' sdpa before #39412 (2025-07, 4.55), its flash attention before 4.48 in every model but Llama."""
+    source, software = row["source"].lower(), row["software"]
+    if "torchtitan" in source:
+        return _month(software) < "2026-02"
+    if not any(s in source for s in _HUGGING_FACE):
+        return "torchtune" in source or "litgpt" in source
+    version = _transformers(software)
+    if "flash" in row["attention"].lower():
+        return version is not None and version < (4, 48) and "llama" not in row["model"].lower()
+    return version < (4, 55) if version else bool(re.search(r"202[2-4]|transformers 4", software))
 
 
 def _expandable(row: Row) -> bool:

@@ -72,6 +72,12 @@ class Variant:
     rotary_tables: int = 0
     """Positions of which every layer keeps cosines and sines, as Qwen2's and Mixtral's do in transformers before 4.45
     (`Qwen2RotaryEmbedding._set_cos_sin_cache`: max_position_embeddings of them, in the weights' dtype)."""
+    repeats_keys: bool = False
+    """True: keys and values are copied for every query head before the attention kernel: transformers' sdpa before its #39412
+    (2025-07) and its flash attention before 4.48 (Llama's excepted), torchtitan before its #2259 (2026-01), torchtune, litgpt."""
+    keeps_projections: bool = False
+    """True: each layer's projected queries, keys and values stay until the loss is there, although the layer is checkpointed:
+    the cache that GPT-BigCode made while it trained was a view of them (transformers before 4.49)."""
     expert_loop: bool = False
     """True: a mixture's experts are separate linear layers, run one after the other (transformers before 5)."""
     cuda_modules: Literal["lazy", "eager"] = "lazy"

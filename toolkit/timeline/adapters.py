@@ -112,6 +112,7 @@ class PackedLinear(nn.Linear):
         return count // BLOCK + -(-count // (BLOCK * NESTED_BLOCK)) * 4 + 16 * 4 + 256 * 4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        given = x.dtype
         if torch.is_autocast_enabled("cpu"):
             x = x.to(torch.get_autocast_dtype("cpu"))
         shape = (self.out_features, self.in_features)
@@ -121,7 +122,9 @@ class PackedLinear(nn.Linear):
             product = _EightBitMatmul if self.quantization == "int8" else _PackedMatmul
             unpacked = 0 if self.quantization == "gptq" else 2 if self.unpacks_twice else 1
             out = product.apply(x, self.weight, shape, unpacked, self.keeps_input)
-        return out if self.bias is None else out + self.bias
+        out = out if self.bias is None else out + self.bias
+        # bitsandbytes' Linear4bit gives back the dtype it was given (nn/modules.py)
+        return out.to(given) if self.quantization.startswith("nf4") else out
 
 
 def _quantize(model: Any, variant: Variant) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from types import MethodType
 from typing import TYPE_CHECKING, Any
@@ -153,12 +153,15 @@ def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace
 
 def _attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, attn_mask: torch.Tensor | None = None,
                dropout_p: float = 0.0, is_causal: bool = False, scale: float | None = None,
-               enable_gqa: bool = False, *, pad_values: bool = False) -> torch.Tensor:
+               enable_gqa: bool = False, *, pad_values: bool = False, repeats_keys: bool = False) -> torch.Tensor:
     """Flash attention for 16-bit inputs without a mask, the memory-efficient kernel otherwise (ATen sdp_utils.cpp).
 
     The flash kernel takes one width for all (check_head_dim_size_flash). Where values are narrower (DeepSeek's latent attention),
     transformers pads them when flash attention is asked for (integrations/flash_attention.py), `pad_values`.
     """
+    if repeats_keys and key.shape[1] != query.shape[1]:
+        groups = query.shape[1] // key.shape[1]
+        key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     width = value.shape[-1]
     if pad_values and width < query.shape[-1]:
         value = F.pad(value, (0, query.shape[-1] - width))
@@ -203,8 +206,9 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
         # Positions of a row count up: it is one sequence and needs no mask (flash kernels take the ends of sequences instead).
         # Fake positions can't be looked at, and transformers would make a mask to be safe: another kernel, repeated keys.
         patches.append(("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None))
-    # Nothing is padded; whether a mask hides anything can't be seen on fake tensors either.
-    patches += [("transformers.masking_utils", name, _without_padding(name))
+    # Nothing is padded; whether a mask hides anything can't be seen on fake tensors either. Flash kernels take a sliding window as
+    # a number and never a mask (integrations/flash_attention.py).
+    patches += [("transformers.masking_utils", name, (lambda *a, **k: True) if workload.attention == "flash" else _without_padding(name))
                 for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")]
     if numerics.device == "cpu":
         patches += [
@@ -213,7 +217,7 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
         ]
     else:
         patches += [("torch.nn.functional", "scaled_dot_product_attention",
-                     partial(_attention, pad_values=workload.attention == "flash")),
+                     partial(_attention, pad_values=workload.attention == "flash", repeats_keys=workload.variant.repeats_keys)),
                     ("torch.nn.functional", "dropout", _dropout)]
         patches += [("torch.nn.functional", name, _in_fp32(getattr(F, name))) for name in _FP32_ON_CUDA]
     if numerics.cp > 1:
@@ -336,7 +340,11 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
         head = model.get_output_embeddings()
 
         def with_loss() -> dict[str, Any]:
-            with _input_named(head) if head is not None and variant.loss_code in ("shifted", "upcast") else nullcontext():
+            with ExitStack() as names:
+                if head is not None and variant.loss_code in ("shifted", "upcast"):
+                    names.enter_context(_input_named(head))
+                if variant.keeps_projections:
+                    names.enter_context(_projections_named(model))
                 box = [run(**inputs).logits]
                 if variant.fp32_output:
                     box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
@@ -359,6 +367,19 @@ def _input_named(head: Any) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _projections_named(model: Any) -> Iterator[None]:
+    """GPT-BigCode's cache, which views each layer's projection, is an output of the model and lives until the loss is there."""
+    named: list[Any] = []
+    handles = [module.register_forward_hook(lambda module, args, out: named.append(out))
+               for name, module in model.named_modules() if name.endswith(".c_attn")]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _summed(run: Callable[..., Any], inputs: dict[str, Any], labels: torch.Tensor) -> torch.Tensor:
