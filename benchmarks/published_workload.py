@@ -184,8 +184,8 @@ def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
 
 
 def _repeats_keys(row: Row) -> bool:
-    """Whether the run's code copied keys and values for every query head: torchtitan before its #2259 (2026-01), torchtune, litgpt,
-    transformers' sdpa before #39412 (2025-07, 4.55), its flash attention before 4.48 in every model but Llama."""
+    """Whether the run's code copied keys and values for every query head: torchtitan before its #2259 (2026-01), torchtune,
+    litgpt, transformers' sdpa before #39412 (2025-07, 4.55), its flash attention before 4.48 in every model but Llama."""
     source, software = row["source"].lower(), row["software"]
     if "torchtitan" in source:
         return _month(software) < "2026-02"

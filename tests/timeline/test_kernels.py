@@ -10,7 +10,7 @@ import torch
 from toolkit.estimate.engine import Estimator
 from toolkit.specs import ModelSpec, Plan, Variant, Workload
 from toolkit.specs.detect import make_cluster
-from toolkit.timeline.kernels import blas_workspaces, code_size, compiled_product, compiles_products
+from toolkit.timeline.kernels import blas_workspaces, code_size, compiled_products, compiles_products
 from toolkit.timeline.trace import Memory
 from toolkit.timeline.tracing import Numerics, trace_model
 
@@ -37,11 +37,28 @@ def test_the_default_of_torch_is_one_workspace_per_thread() -> None:
 def test_a_product_is_compiled_once_for_each_shape_and_layout() -> None:
     mm, weight = torch.ops.aten.mm.default, torch.zeros(96, 64, dtype=torch.bfloat16)
     rows = torch.zeros(32, 64, dtype=torch.bfloat16)
-    first = compiled_product(mm, (rows, weight.t()))
-    assert first == (1, 32, 96, 64, 0, 1) == compiled_product(mm, (rows + 1, weight.t()))
-    assert compiled_product(mm, (rows, weight.t().contiguous())) == (1, 32, 96, 64, 0, 0)
-    assert compiled_product(mm, (rows.float(), weight.float().t())) is None
-    assert compiled_product(mm, (rows[:1, :16], weight[:16, :16].t())) is None, "torch runs small ones itself"
+    first = compiled_products(mm, (rows, weight.t()))
+    assert first == [(1, 32, 96, 64, 0, 1)] == compiled_products(mm, (rows + 1, weight.t()))
+    assert compiled_products(mm, (rows, weight.t().contiguous())) == [(1, 32, 96, 64, 0, 0)]
+    assert compiled_products(mm, (rows.float(), weight.float().t())) == []
+    assert compiled_products(mm, (rows[:1, :16], weight[:16, :16].t())) == [], "torch runs small ones itself"
+
+
+def test_only_rows_wider_than_a_block_need_the_kernels_of_its_rest() -> None:
+    """Counted on AVX-512: an adapter of rank 16 keeps as much as a layer of 64, one of 80 keeps 14,768 bytes more."""
+    assert code_size((1, 520, 16, 512, 0, 0)) == code_size((1, 520, 64, 512, 0, 0)) == 537_688
+    assert code_size((1, 520, 80, 512, 0, 0)) == 537_688 + 14_768
+
+
+@pytest.mark.parametrize(("length", "width", "kept"), [(33, 16, 1_620_936), (129, 32, 3_241_872), (600, 32, 6_483_744),
+                                                       (1024, 64, 1_620_936), (512, 96, 1_665_240)])
+def test_flash_attention_on_a_cpu_compiles_three_products_of_its_backward_per_pair_of_blocks(
+        length: int, width: int, kept: int) -> None:
+    """`kept`: bytes that one forward and backward of 1 x 4 x length x width in bf16 left behind, torch 2.13 on AVX-512."""
+    q = torch.zeros(1, 4, length, width, dtype=torch.bfloat16)
+    call = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+    products = compiled_products(call, (q, q, q, q, q, q, 0.0, True))
+    assert sum(map(code_size, set(products))) == kept
 
 
 @pytest.mark.skipif(not compiles_products(), reason="oneDNN has no bf16 kernels for this processor")

@@ -52,7 +52,7 @@ def kernel_temporaries(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -
 
 
 _CODE = 537_688
-_COPIES_LEFT = 4_000
+_COPIES_LEFT = 3_936
 _BLOCKED = 14_768
 _SMALLEST = 16**3
 
@@ -62,18 +62,34 @@ def compiles_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def compiled_product(func: Any, args: Any) -> tuple[int, ...] | None:
-    """The bf16 product that oneDNN compiles code for: (batch, M, N, K, left is transposed, right is transposed); None for others.
+def compiled_products(func: Any, args: Any) -> list[tuple[int, ...]]:
+    """The bf16 products of a call that oneDNN compiles code for: (batch, M, N, K, left is transposed, right is transposed).
 
     A product like an earlier one runs that one's code. Small ones (M x N x K up to 4096) take torch's own loop.
     """
+    if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
+        return _attention_products(args[1], args[2], args[7]) if args[1].dtype == torch.bfloat16 else []
     shape = _matmul(func, args)
     if shape is None or math.prod(shape) <= _SMALLEST:
-        return None
+        return []
     left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
     if left.dtype != torch.bfloat16:
-        return None
-    return (*shape, *(int(t.stride(-1) != 1 and t.stride(-2) == 1) for t in (left, right)))
+        return []
+    return [(*shape, *(int(t.stride(-1) != 1 and t.stride(-2) == 1) for t in (left, right)))]
+
+
+def _attention_products(query: torch.Tensor, key: torch.Tensor, causal: bool) -> list[tuple[int, ...]]:
+    """The products of flash attention's backward that are summed up in 16 bits, for each pair of block sizes that occurs: dQ, dV
+    and dK (ATen/native/cpu/FlashAttentionKernel.cpp, cpu_flash_attention_backward). They have a place of their own in the cache:
+    minus the distance of two rows stands where others have their batch."""
+    _, heads, length, width = query.shape
+    rows = 256 if length >= 768 else 64 if length >= 192 else 32
+    pairs = {(min(rows, length - first), min(512, key.shape[2] - at))
+             for first in range(0, length, rows) for at in range(0, key.shape[2], 512)
+             if not causal or at < min(first + rows, length)}
+    distance = -heads * width
+    return [product for q, k in pairs if q * k * width > _SMALLEST
+            for product in ((distance, q, width, k, 0, 0), (distance, k, width, q, 1, 0), (distance, k, width, q, 1, 1))]
 
 
 def code_size(product: tuple[int, ...]) -> int:
@@ -81,7 +97,7 @@ def code_size(product: tuple[int, ...]) -> int:
     and what describes its kernels, more of them where N or K is not a multiple of the block. Counted with the oneDNN of torch
     2.13 on AVX-512; other processors differ by some KiB."""
     _, _, n, k, left, _ = product
-    kernels = int(n % 64 != 0) + (0 if k <= 512 else 1 if k % (512 if left else 1024) == 0 else 3)
+    kernels = int(n > 64 and n % 64 != 0) + (0 if k <= 512 else 1 if k % (512 if left else 1024) == 0 else 3)
     return _CODE + left * _COPIES_LEFT + kernels * _BLOCKED
 
 

@@ -19,7 +19,7 @@ from torch.autograd import _get_sequence_nr
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from toolkit.timeline.kernels import compiled_product, compiles_products, kernel_cost, kernel_temporaries
+from toolkit.timeline.kernels import compiled_products, compiles_products, kernel_cost, kernel_temporaries
 from toolkit.timeline.shards import local, wrapper_classes
 from toolkit.timeline.trace import MarkKind
 
@@ -185,8 +185,8 @@ class Recorder(TorchDispatchMode):
         if cost is not None:
             key = (len(self.segments) - 1, self.phase, *cost)
             self.operations[key] = self.operations.get(key, 0) + 1
-        if self._compiles and (product := compiled_product(func, args)) is not None:
-            self.compiled.add(product)
+        if self._compiles:
+            self.compiled.update(compiled_products(func, args))
         return out
 
     # -- where we are ------------------------------------------------------------------------------------------

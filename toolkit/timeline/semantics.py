@@ -206,10 +206,10 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
         # Positions of a row count up: it is one sequence and needs no mask (flash kernels take the ends of sequences instead).
         # Fake positions can't be looked at, and transformers would make a mask to be safe: another kernel, repeated keys.
         patches.append(("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None))
-    # Nothing is padded; whether a mask hides anything can't be seen on fake tensors either. Flash kernels take a sliding window as
-    # a number and never a mask (integrations/flash_attention.py).
-    patches += [("transformers.masking_utils", name, (lambda *a, **k: True) if workload.attention == "flash" else _without_padding(name))
-                for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa")]
+    # Nothing is padded, which can't be seen on fake tensors either; flash kernels take a sliding window as a number, never a mask.
+    for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
+        ignore = (lambda *a, **k: True) if workload.attention == "flash" else _without_padding(name)
+        patches.append(("transformers.masking_utils", name, ignore))
     if numerics.device == "cpu":
         patches += [
             ("torch", "get_rng_state", lambda: torch.empty(_RNG_STATE, dtype=torch.uint8)),
@@ -371,7 +371,7 @@ def _input_named(head: Any) -> Iterator[None]:
 
 @contextmanager
 def _projections_named(model: Any) -> Iterator[None]:
-    """GPT-BigCode's cache, which views each layer's projection, is an output of the model and lives until the loss is there."""
+    """GPT-BigCode's cache, which views each layer's projection, is one of the model's outputs."""
     named: list[Any] = []
     handles = [module.register_forward_hook(lambda module, args, out: named.append(out))
                for name, module in model.named_modules() if name.endswith(".c_attn")]
