@@ -25,8 +25,6 @@ class Numerics:
     """torch.autocast around the forward, and Accelerate's conversion of the outputs to fp32."""
     compute_dtype: Literal["loaded", "fp32", "bf16", "fp16"] = "loaded"
     """What the engine casts floating parameters to before they are used."""
-    cast_buffers: bool = False
-    """DeepSpeed casts floating buffers too; FSDP leaves them."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     tp: int = 1
     """Ranks that share each layer's products; the trace is the first one's."""
@@ -117,7 +115,7 @@ def _no_trace(name: str, workload: Workload, error: Exception) -> str:
 
 
 def _cast(model: Any, numerics: Numerics) -> None:
-    """Give parameters (and buffers) the dtype in which the engine computes."""
+    """Give parameters the dtype in which the engine computes."""
     import torch
 
     if numerics.compute_dtype == "loaded":
@@ -131,10 +129,6 @@ def _cast(model: Any, numerics: Numerics) -> None:
                     new = torch.nn.Parameter(torch.empty_like(parameter, dtype=dtype), requires_grad=parameter.requires_grad)
                     parameter._cast_to = new
                 module._parameters[name] = new
-        if numerics.cast_buffers:
-            for name, buffer in module._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    module._buffers[name] = torch.empty_like(buffer, dtype=dtype)
 
 
 def _batch(built: BuiltModel, workload: Workload, length: int) -> dict[str, Any]:

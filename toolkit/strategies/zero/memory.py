@@ -22,11 +22,12 @@ SIZES = {"fp32": 4, "bf16": 2, "fp16": 2}
 
 
 def zero_numerics(workload: Workload, plan: Plan, device: str) -> Numerics:
-    """DeepSpeed casts the whole module, buffers included, and does not autocast."""
+    """DeepSpeed casts the parameters, leaves buffers as they were loaded (runtime/engine.py, _cast_module_mixed_precision), and
+    does not autocast."""
     low = workload.precision in ("bf16", "fp16", "bf16-pure")
     compute = "fp16" if workload.precision == "fp16" else "bf16"
     return Numerics(device="cpu" if device == "cpu" else "cuda", compute_dtype=compute if low else "loaded",  # type: ignore[arg-type]
-                    cast_buffers=low, checkpointing=plan.checkpointing)
+                    checkpointing=plan.checkpointing)
 
 
 @dataclass
@@ -70,10 +71,6 @@ class ZeroEngine(Engine):
         """Bytes per element of accumulated gradients (`data_types.grad_accum_dtype`, else the weights' dtype)."""
         return SIZES[self.settings.grad_accum_dtype] if self.settings.grad_accum_dtype else self.weight_size
 
-    def buffers_size(self) -> int:
-        """DeepSpeed casts floating buffers to the weights' dtype."""
-        return self.trace.buffers // 2 if self.low else self.trace.buffers
-
 
 class Zero12Engine(ZeroEngine):
     """Stages 1 and 2."""
@@ -111,7 +108,7 @@ class Zero12Engine(ZeroEngine):
             tape.alloc("master", self.partition * 4, "master_weights", "fp32 partition")
         else:
             self._setup_host(tape)
-        tape.alloc("buffers", self.buffers_size(), "parameters", "buffers")
+        tape.alloc("buffers", self.trace.buffers, "parameters", "buffers")
         tape.alloc("batch", self.trace.batch, "activations", "inputs")
 
     def _setup_host(self, tape: Tape) -> None:

@@ -124,7 +124,7 @@ class Zero3Engine(ZeroEngine):
             tape.alloc("master", trainable * 4, "master_weights", "fp32 partitions")
             tape.alloc("flat-gradients", trainable * self.accumulation_size, "gradients", "gradient partitions")
         tape.alloc("bucket", self.bucket_size * self.weight_size, "communication", "reduce bucket")
-        tape.alloc("buffers", self.buffers_size(), "parameters", "buffers")
+        tape.alloc("buffers", self.trace.buffers, "parameters", "buffers")
         tape.alloc("batch", self.trace.batch, "activations", "inputs")
 
     def _place(self, pinned: list[int] | None, nbytes: int) -> None:
