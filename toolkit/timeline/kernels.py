@@ -54,6 +54,8 @@ def kernel_temporaries(func: Any, args: Any, kwargs: Any, out: Any, cpu: bool) -
 _CODE = 537_688
 _COPIES_LEFT = 3_936
 _BLOCKED = 14_768
+_GELU = (11_584, 12_712)
+"""Bytes of code of GELU's forward and of its backward."""
 _SMALLEST = 16**3
 
 
@@ -62,11 +64,15 @@ def compiles_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def compiled_products(func: Any, args: Any) -> list[tuple[int, ...]]:
-    """The bf16 products of a call that oneDNN compiles code for: (batch, M, N, K, left is transposed, right is transposed).
+def compiled_products(func: Any, args: Any, kwargs: Any) -> list[tuple[int, ...]]:
+    """The products of a call that oneDNN compiles code for, in bf16: (batch, M, N, K, left is transposed, right is transposed,
+    what is added to the result: 0 nothing); and the exact GELU in any dtype: (0, 1 in the backward, *shape).
 
     A product like an earlier one runs that one's code. Small ones (M x N x K up to 4096) take torch's own loop.
     """
+    if func in (aten.gelu.default, aten.gelu_backward.default):
+        exact = kwargs.get("approximate", "none") == "none" and args[0].is_contiguous()
+        return [(0, int(func is aten.gelu_backward.default), *args[-1].shape)] if exact else []
     if func is aten._scaled_dot_product_flash_attention_for_cpu_backward.default:
         return _attention_products(args[1], args[2], args[7]) if args[1].dtype == torch.bfloat16 else []
     shape = _matmul(func, args)
@@ -75,7 +81,8 @@ def compiled_products(func: Any, args: Any) -> list[tuple[int, ...]]:
     left, right = [a for a in args if isinstance(a, torch.Tensor)][-2:]
     if left.dtype != torch.bfloat16:
         return []
-    return [(*shape, *(int(t.stride(-1) != 1 and t.stride(-2) == 1) for t in (left, right)))]
+    transposed = (int(t.stride(-1) != 1 and t.stride(-2) == 1) for t in (left, right))
+    return [(*shape, *transposed, int(func in (aten.addmm.default, aten.baddbmm.default)))]
 
 
 def _attention_products(query: torch.Tensor, key: torch.Tensor, causal: bool) -> list[tuple[int, ...]]:
@@ -89,14 +96,16 @@ def _attention_products(query: torch.Tensor, key: torch.Tensor, causal: bool) ->
              if not causal or at < min(first + rows, length)}
     distance = -heads * width
     return [product for q, k in pairs if q * k * width > _SMALLEST
-            for product in ((distance, q, width, k, 0, 0), (distance, k, width, q, 1, 0), (distance, k, width, q, 1, 1))]
+            for product in ((distance, q, width, k, 0, 0, 1), (distance, k, width, q, 1, 0, 1), (distance, k, width, q, 1, 0, 2))]
 
 
 def code_size(product: tuple[int, ...]) -> int:
     """Bytes that oneDNN keeps for a compiled product, for as long as its cache of 1024 does: two buffers of 256 KiB for code
     and what describes its kernels, more of them where N or K is not a multiple of the block. Counted with the oneDNN of torch
     2.13 on AVX-512; other processors differ by some KiB."""
-    _, _, n, k, left, _ = product
+    if product[0] == 0:
+        return _GELU[product[1]]
+    _, _, n, k, left, *_ = product
     kernels = int(n > 64 and n % 64 != 0) + (0 if k <= 512 else 1 if k % (512 if left else 1024) == 0 else 3)
     return _CODE + left * _COPIES_LEFT + kernels * _BLOCKED
 

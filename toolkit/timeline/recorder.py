@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
             key = (len(self.segments) - 1, self.phase, *cost)
             self.operations[key] = self.operations.get(key, 0) + 1
         if self._compiles:
-            self.compiled.update(compiled_products(func, args))
+            self.compiled.update(compiled_products(func, args, kwargs))
         return out
 
     # -- where we are ------------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional as F
 
 from toolkit.errors import UserError
+from toolkit.timeline.linear import keeping_input
 from toolkit.timeline.losses import loss_of
 from toolkit.timeline.sequence_parallel import ring_attention, ulysses
 
@@ -34,11 +35,6 @@ CHUNK = 1024
 _FP32_ON_CUDA = ("softmax", "log_softmax", "layer_norm", "group_norm", "cross_entropy", "nll_loss", "mse_loss", "softplus",
                  "normalize", "cosine_similarity")
 """The functions of torch.nn.functional on CUDA autocast's fp32 list; CPU autocast leaves them in 16 bits."""
-
-
-def attention_name(attention: str, device: str) -> str:
-    """The transformers attention implementation that stands for what the device would run."""
-    return attention if attention in ("eager", "sdpa") else "sdpa"
 
 
 def prepare(model: Any, workload: Workload, numerics: Numerics) -> None:
@@ -206,7 +202,7 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
         # Positions of a row count up: it is one sequence and needs no mask (flash kernels take the ends of sequences instead).
         # Fake positions can't be looked at, and transformers would make a mask to be safe: another kernel, repeated keys.
         patches.append(("transformers.masking_utils", "find_packed_sequence_indices", lambda *a, **k: None))
-    # Nothing is padded, which can't be seen on fake tensors either; flash kernels take a sliding window as a number, never a mask.
+    # Nothing is padded, which can't be seen on fake tensors either; flash kernels take a sliding window as a number, not a mask.
     for name in ("_ignore_causal_mask_sdpa", "_ignore_bidirectional_mask_sdpa"):
         ignore = (lambda *a, **k: True) if workload.attention == "flash" else _without_padding(name)
         patches.append(("transformers.masking_utils", name, ignore))
@@ -220,6 +216,8 @@ def functions(workload: Workload, numerics: Numerics, mesh: Any = None) -> Itera
                      partial(_attention, pad_values=workload.attention == "flash", repeats_keys=workload.variant.repeats_keys)),
                     ("torch.nn.functional", "dropout", _dropout)]
         patches += [("torch.nn.functional", name, _in_fp32(getattr(F, name))) for name in _FP32_ON_CUDA]
+    if numerics.keeps_inputs:
+        patches.append(("torch.nn.functional", "linear", keeping_input))
     if numerics.cp > 1:
         patches.append(("torch.nn.functional", "scaled_dot_product_attention", ring_attention(mesh["cp"])))
     with ExitStack() as stack:

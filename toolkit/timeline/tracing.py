@@ -25,6 +25,8 @@ class Numerics:
     """torch.autocast around the forward, and Accelerate's conversion of the outputs to fp32."""
     compute_dtype: Literal["loaded", "fp32", "bf16", "fp16"] = "loaded"
     """What the engine casts floating parameters to before they are used."""
+    keeps_inputs: bool = False
+    """DeepSpeed's linear function under ZeRO-3, which saves the input of frozen layers too."""
     checkpointing: Literal["none", "selective", "full"] = "none"
     tp: int = 1
     """Ranks that share each layer's products; the trace is the first one's."""
@@ -45,9 +47,7 @@ def trace_model(spec: ModelSpec, workload: Workload, numerics: Numerics) -> Mode
     Raises:
         UserError: the model can't be built, or an operator of it can't run on fake tensors (it is named).
     """
-    from toolkit.timeline import semantics
-
-    attention = semantics.attention_name(workload.attention, numerics.device)
+    attention = "eager" if workload.attention == "eager" else "sdpa"  # sdpa becomes the kernel that the device would run
     family = str(spec.config.get("model_type"))
     if family not in _NOT_CUT:
         built = build(spec, workload, attention)

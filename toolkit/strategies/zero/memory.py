@@ -27,7 +27,7 @@ def zero_numerics(workload: Workload, plan: Plan, device: str) -> Numerics:
     low = workload.precision in ("bf16", "fp16", "bf16-pure")
     compute = "fp16" if workload.precision == "fp16" else "bf16"
     return Numerics(device="cpu" if device == "cpu" else "cuda", compute_dtype=compute if low else "loaded",  # type: ignore[arg-type]
-                    checkpointing=plan.checkpointing)
+                    keeps_inputs=plan.strategy == "zero3", checkpointing=plan.checkpointing)
 
 
 @dataclass
