@@ -156,7 +156,7 @@ def lower(program: Program, engine: Engine) -> Tape:
         if step == 0 and engine.device == "cuda":
             tape.alloc("workspaces", blas_workspaces(engine.cluster.gpu.architecture), "temporaries", "cuBLAS workspaces")
         elif step == 0:
-            tape.alloc("workspaces", engine.trace.compiled, "temporaries", "oneDNN's code for bf16 products")
+            tape.alloc("workspaces", engine.trace.compiled, "temporaries", "oneDNN's compiled code")
         for i in range(micro_batches):
             tape.micro += 1
             tape.phase = "forward"

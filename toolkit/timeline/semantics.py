@@ -341,13 +341,12 @@ def forward(model: Any, batch: dict[str, Any], workload: Workload, numerics: Num
             with ExitStack() as names:
                 if head is not None and variant.loss_code in ("shifted", "upcast"):
                     names.enter_context(_input_named(head))
-                if variant.keeps_projections:
-                    names.enter_context(_projections_named(model))
+                cache = names.enter_context(_projections_named(model)) if variant.keeps_projections else []
                 box = [run(**inputs).logits]
                 if variant.fp32_output:
                     box[0] = [part.float() for part in box[0]] if isinstance(box[0], list) else box[0].float()
                 loss = loss_of(box, batch["labels"], variant)
-            return {"loss": loss, "logits": box[0]}
+            return {"loss": loss, "logits": box[0], "cache": cache}
 
         out = _wrapped(with_loss, numerics)
         if variant.keep_logits and keep is not None:
@@ -368,13 +367,13 @@ def _input_named(head: Any) -> Iterator[None]:
 
 
 @contextmanager
-def _projections_named(model: Any) -> Iterator[None]:
+def _projections_named(model: Any) -> Iterator[list[Any]]:
     """GPT-BigCode's cache, which views each layer's projection, is one of the model's outputs."""
     named: list[Any] = []
     handles = [module.register_forward_hook(lambda module, args, out: named.append(out))
                for name, module in model.named_modules() if name.endswith(".c_attn")]
     try:
-        yield
+        yield named
     finally:
         for handle in handles:
             handle.remove()
