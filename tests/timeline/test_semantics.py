@@ -22,8 +22,8 @@ def mistral(**more: Any) -> ModelSpec:
 
 
 def traced(spec: ModelSpec, numerics: Numerics | None = None, variant: dict[str, Any] | None = None, **keys: Any) -> ModelTrace:
-    work = Workload(**{"seq_len": LENGTH, "micro_batch": 1, "precision": "bf16-pure", "weights_dtype": "bf16", "lora_rank": RANK,  # type: ignore[arg-type]
-                       **keys}, variant=Variant(**(variant or {})))
+    given = {"seq_len": LENGTH, "micro_batch": 1, "precision": "bf16-pure", "weights_dtype": "bf16", "lora_rank": RANK, **keys}
+    work = Workload(**given, variant=Variant(**(variant or {})))
     return trace_model(spec, work, numerics or Numerics(device="cuda"))
 
 
@@ -37,7 +37,7 @@ def made(of: ModelTrace) -> list[tuple[str, str, int]]:
 
 
 def test_flash_attention_takes_a_sliding_window_as_a_number() -> None:
-    """flash_attn_func(window_size=...): no mask, keys and values of the grouped heads alone; sdpa needs a mask and repeats them."""
+    """flash_attn_func(window_size=...) needs no mask and takes grouped keys; sdpa needs a mask and repeats them."""
     whole, window = mistral(), mistral(sliding_window=32)
     assert made(traced(window, attention="flash")) == made(traced(whole, attention="flash"))
     assert kept(traced(window, attention="sdpa")) > kept(traced(whole, attention="sdpa"))
@@ -64,14 +64,14 @@ def test_a_layer_of_bitsandbytes_gives_back_the_dtype_it_was_given() -> None:
     low, high = (traced(mistral(), Numerics(device="cuda", autocast="bf16"), method="qlora", precision="bf16",
                         lora_targets="q_proj", variant={"upcast_rest": u}) for u in (False, True))
     gate = "model.layers.3.mlp.gate_proj"
-    born = [max(i.delta for i in t.items if isinstance(i, Memory) and i.phase == "forward" and i.module == gate) for t in (low, high)]
+    born = [max(size for phase, module, size in made(t) if phase == "forward" and module == gate) for t in (low, high)]
     assert born[1] == 2 * born[0] == LENGTH * WIDTH * 4
 
 
 def test_the_cache_of_gpt_bigcode_keeps_each_layers_projection_until_the_loss_is_there() -> None:
     spec = ModelSpec(name="tiny", config={
-        "model_type": "gpt_bigcode", "architectures": ["GPTBigCodeForCausalLM"], "n_embd": HIDDEN, "n_layer": LAYERS, "n_head": HEADS,
-        "n_inner": WIDTH, "vocab_size": 128, "n_positions": LENGTH, "multi_query": True})  # fmt: skip
+        "model_type": "gpt_bigcode", "architectures": ["GPTBigCodeForCausalLM"], "n_embd": HIDDEN, "n_layer": LAYERS,
+        "n_head": HEADS, "n_inner": WIDTH, "vocab_size": 128, "n_positions": LENGTH, "multi_query": True})  # fmt: skip
     cut, whole = (traced(spec, Numerics(device="cuda", checkpointing="full"), attention="flash",
                          variant={"keeps_projections": k, "loss_code": "shifted", "upcast_logits": False, "reentrant": True})
                   for k in (False, True))
