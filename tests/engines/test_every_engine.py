@@ -67,7 +67,7 @@ def test_memory_is_predicted_and_measured(name: str, fp32_run: Callable[[str], A
         assert sum(rank["breakdown"].values()) == rank["peak"] == rank["counted"]
         assert rank["breakdown"]["other"] < 0.01 * rank["peak"]
     worst = measured["worst"]
-    assert worst["step"] == 3 and max(rank["peak"] for rank in measured["ranks"]) - worst["peak"] <= 64
+    assert worst["step"] == 3 and worst["peak"] == max(rank["peak"] for rank in measured["ranks"])
     assert sum(worst["by_phase"][worst["at_peak"]["phase"]].values()) == worst["peak"]
     assert {"between", "forward", "backward"} <= set(worst["by_phase"]) and worst["by_module"]
     # Recording it has added nothing: another step with rows of the same lengths is as high.

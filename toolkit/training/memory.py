@@ -162,16 +162,18 @@ class MemoryWatch:
             "peak_by_phase": dict(self.by_phase),
             "steps": len(self.peaks),
             "outside": max(highest(accelerator, outside_allocator())) if self.device == "cuda" else None,
-            **self._details(by_rank.index(max(by_rank))),
+            **self._details(),
         }
 
-    def _details(self, worst: int) -> dict[str, Any]:
-        """The recorded step: of the rank that took the most in full, of each rank its split."""
+    def _details(self) -> dict[str, Any]:
+        """The recorded step: of the rank that took the most in it in full, of each rank its split. The whole run's highest may be
+        another's: of a step that nothing recorded."""
         from accelerate.utils import gather_object
 
         found = gather_object([self.detail])
         if not all(found):
             return {}
+        worst = max(range(len(found)), key=lambda rank: found[rank]["counted"])
         keys = ("counted", "peak", "breakdown")
         return {"worst": {"rank": worst, **found[worst]}, "ranks": [{key: detail[key] for key in keys} for detail in found]}
 
