@@ -126,7 +126,10 @@ def spec_of(row: Row) -> ModelSpec:
                     "num_key_value_heads"):
             config.pop(key)
     if base["model_type"] == "deberta-v2":
-        config.update(relative_attention=True, position_buckets=256, pos_att_type=["p2c", "c2p"], max_position_embeddings=512)
+        # config.json of microsoft/deberta-v2-xlarge-mnli
+        config.update(relative_attention=True, position_buckets=256, pos_att_type=["p2c", "c2p"], max_position_embeddings=512,
+                      share_att_key=True, position_biased_input=False, type_vocab_size=0, norm_rel_ebd="layer_norm",
+                      conv_kernel_size=3, conv_act="gelu", max_relative_positions=-1)
     return ModelSpec(name=low, config=config, source=f"row:{row['id']}")
 
 

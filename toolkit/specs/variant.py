@@ -21,8 +21,10 @@ class Variant:
     """Details of a run that change its memory."""
 
     quantization: Quantization = "nf4-dq"
-    """Of the frozen base under qlora: NF4 (or FP4) with or without the second quantization, GPTQ with groups of 128 by its triton
-    kernels or unpacked by torch's operators, LLM.int8."""
+    """Of the frozen base under qlora: NF4 (or FP4) with or without the second quantization, GPTQ by its triton kernels or
+    unpacked by torch's operators, LLM.int8."""
+    gptq_group: int = 128
+    """Weights of one output that share a scale under GPTQ; 0: all of them ("group size None")."""
     adapter_dtype: AdapterDtype = "fp32"
     """peft casts trainable adapters to fp32 (autocast_adapter_dtype); other libraries leave them in the weights' dtype."""
     adapter_dropout: float = 0.0

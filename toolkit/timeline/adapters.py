@@ -19,10 +19,6 @@ NESTED_BLOCK = 256
 """Constants that share one constant of the second quantization."""
 
 
-GROUP = 128
-"""Weights that share one scale under GPTQ (the usual group_size)."""
-
-
 class _PackedMatmul(torch.autograd.Function):
     """Allocates as bitsandbytes' MatMul4Bit: the weight is unpacked for each product, the input is not saved. With
     `copies` 0 as GPTQ's triton kernels (auto_gptq QuantLinearFunction): they unpack inside the product; 2: the unpacked weight
@@ -89,24 +85,26 @@ class _EightBitMatmul(torch.autograd.Function):
 class PackedLinear(nn.Linear):
     """A linear layer whose weight is packed, with the constants that its quantization keeps."""
 
-    def __init__(self, layer: nn.Linear, quantization: str, keeps_input: bool = False, unpacks_twice: bool = False) -> None:
+    def __init__(self, layer: nn.Linear, variant: Variant) -> None:
         nn.Module.__init__(self)
         self.in_features, self.out_features = layer.in_features, layer.out_features
-        self.quantization, self.keeps_input, self.unpacks_twice = quantization, keeps_input, unpacks_twice
+        self.quantization, self.keeps_input = variant.quantization, variant.saves_packed_inputs
+        self.unpacks_twice, self.group = variant.unpacks_twice, variant.gptq_group or layer.in_features
         count = layer.weight.numel()
-        packed = torch.empty((count if quantization == "int8" else count // 2, 1), dtype=torch.uint8, device=layer.weight.device)
+        size = count if self.quantization == "int8" else count // 2
+        packed = torch.empty((size, 1), dtype=torch.uint8, device=layer.weight.device)
         self.weight = nn.Parameter(packed, requires_grad=False)
         self.bias = layer.bias
-        size = self._constants(count)
-        self.register_buffer("constants", torch.empty(size, dtype=torch.uint8, device=packed.device))
+        self.register_buffer("constants", torch.empty(self._constants(count), dtype=torch.uint8, device=packed.device))
 
     def _constants(self, count: int) -> int:
         """nf4-dq: one byte per block, an fp32 scale per 256 of them, two code tables. nf4: an fp32 maximum per block.
-        gptq: a 16-bit scale and 4-bit zero per group and output, an int32 group index per input. int8: a scale per output."""
+        gptq: a 16-bit scale and 4-bit zero per group of inputs and output, an int32 group index per input.
+        int8: a scale per output."""
         if self.quantization == "nf4":
             return count // BLOCK * 4 + 16 * 4
         if self.quantization.startswith("gptq"):
-            return count // GROUP * 2 + count // GROUP // 2 + self.in_features * 4
+            return count // self.group * 2 + count // self.group // 2 + self.in_features * 4
         if self.quantization == "int8":
             return self.out_features * 4
         return count // BLOCK + -(-count // (BLOCK * NESTED_BLOCK)) * 4 + 16 * 4 + 256 * 4
@@ -133,14 +131,13 @@ def _quantize(model: Any, variant: Variant) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if isinstance(child, nn.Linear) and not isinstance(child, PackedLinear) and child is not head:
-                packed = PackedLinear(child, variant.quantization, variant.saves_packed_inputs, variant.unpacks_twice)
-                setattr(module, name, packed)
+                setattr(module, name, PackedLinear(child, variant))
 
 
 class _LoopedExperts(nn.Module):
     """A mixture's experts as separate linear layers, each over an equal share of the tokens (transformers 4's Mixtral)."""
 
-    def __init__(self, experts: Any, quantization: str | None) -> None:
+    def __init__(self, experts: Any, packed: Variant | None) -> None:
         super().__init__()
         self.act_fn = experts.act_fn
         self.count, width, hidden = experts.gate_up_proj.shape
@@ -148,7 +145,7 @@ class _LoopedExperts(nn.Module):
 
         def linear(inputs: int, outputs: int) -> nn.Linear:
             layer = nn.Linear(inputs, outputs, bias=False, device=first.device, dtype=first.dtype)
-            return layer if quantization is None else PackedLinear(layer, quantization)
+            return layer if packed is None else PackedLinear(layer, packed)
 
         sizes = ((hidden, width // 2), (width // 2, hidden), (hidden, width // 2))
         self.experts = nn.ModuleList(nn.ModuleList(linear(*size) for size in sizes) for _ in range(self.count))
@@ -164,11 +161,11 @@ class _LoopedExperts(nn.Module):
         return out
 
 
-def _loop_experts(model: Any, quantization: str | None) -> None:
+def _loop_experts(model: Any, packed: Variant | None) -> None:
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
             if all(getattr(getattr(child, part, None), "ndim", 0) == 3 for part in ("gate_up_proj", "down_proj")):
-                setattr(module, name, _LoopedExperts(child, quantization))
+                setattr(module, name, _LoopedExperts(child, packed))
 
 
 def _keep_originals(model: Any, names: str) -> None:
@@ -250,7 +247,7 @@ def freeze_and_adapt(model: Any, workload: Workload) -> None:
     if variant.rotary_tables:
         _keep_rotary_tables(model, variant.rotary_tables)
     if variant.expert_loop:
-        _loop_experts(model, variant.quantization if workload.method == "qlora" else None)
+        _loop_experts(model, variant if workload.method == "qlora" else None)
     if variant.fused_qkv:
         parts = () if workload.method == "full" else tuple(variant.fused_qkv.split(","))
         fuse_projections(model, parts, workload.lora_rank, variant.adapter_dropout)
