@@ -233,6 +233,12 @@ def _optimizer(row: Row) -> str:
     return "sgd" if "sgd" in text else "lion" if "lion" in text else "adamw"
 
 
+def _varied(row: Row) -> bool:
+    """Whether batches were padded to their longest row: ms-swift's and Liger's examples, MRPC with Hugging Face's collator.
+    PEFT's method comparison does so as well, but empties the cache as it goes (method_comparison/MetaMathQA/run.py)."""
+    return bool(re.search("variable-length|padded to the 512 cap|dynamic padding", row["notes"] + row["assumption"]))
+
+
 def _length(row: Row) -> int | None:
     """Tokens of the longest batch: the stated maximum, unless batches are padded to their longest row and no row is that long.
     MRPC's longest pair has 103 tokens (TensorFlow's tutorial on fine-tuning BERT); run_glue_no_trainer.py pads to eighths."""
@@ -276,7 +282,8 @@ def case_of(row: Row) -> Case:
     flash = "flash" in attention and cluster.gpu.architecture not in WITHOUT_BF16
     # rows that are padded come with a mask, which sdpa then takes; the trace makes one for a packed row
     options: dict[str, Any] = {"packed": bool(re.search("peft method|liger", row["source"].lower())),
-                               "alloc": "expandable" if _expandable(row) else "default"}
+                               "alloc": "expandable" if _expandable(row) else "default",
+                               "lengths": "varied" if _varied(row) else "equal"}
     if spec.config.get("model_type") in ("bert", "deberta-v2", "roberta") or "classification" in row["task"]:
         options["task"] = "sequence-classification"
     workload = Workload(

@@ -32,6 +32,9 @@ ESTIMATORS: dict[Any, Estimator] = {}
         ("fms-107", 0.1),  # QLoRA of 70B under FSDP1
         ("fms-155", 0.1),  # a Granite: its embeddings' product and its logits' quotient
         ("fms-108", 2.0),  # the driver's figure: what wrapping and 4-bit products leave in the cache
+        ("fms-123", 0.1),  # GPTQ with one scale for each output
+        ("swift-003", 8.0),  # batches that differ in length, in fixed segments: a third of what is reserved
+        ("swift-019", 4.0),  # the same of 34B
         ("qwen-026", 2.0),  # torch 2.0's foreach AdamW
         ("litgpt-014", 1.0),  # LoRA in a fused product, logits in fp32
         ("litgpt-059", 3.0),  # QLoRA: the last batch's inputs of packed layers are there through the next forward

@@ -43,6 +43,8 @@ Loss = Annotated[str, _option("--loss", help="standard, chunked or fused.", pane
 Compile = Annotated[bool, _option("--compile", help="torch.compile (a stated approximation).", panel=WORK)]
 Alloc = Annotated[str, _option("--alloc", help="expandable, as the launch files set PYTORCH_ALLOC_CONF, or default: fixed "
                                "segments, which leave holes.", panel=WORK)]
+Lengths = Annotated[str, _option("--lengths", help="equal: every batch has rows of --seq-len tokens; varied: batches are padded "
+                                 "to their longest row (it matters with --alloc default).", panel=WORK)]
 Task = Annotated[str, _option("--task", help="auto, causal-lm, seq2seq-lm, sequence-classification or token-classification.",
                               panel=WORK)]
 
@@ -70,7 +72,7 @@ ShardSize = Annotated[int | None, _option("--shard-size", help="GPUs that share 
                                           "GPUs of a node.", panel=PLAN)]
 
 _WORKLOAD = ("method", "lora_rank", "lora_targets", "seq_len", "micro_batch", "accumulate", "precision", "weights_dtype",
-             "optimizer", "optimizer_impl", "attention", "loss", "compile", "task", "alloc")
+             "optimizer", "optimizer_impl", "attention", "loss", "compile", "task", "alloc", "lengths")
 _PLAN = ("strategy", "checkpointing", "offload", "offload_to", "tp", "cp", "sp", "bucket", "persist", "shard_size")
 
 

@@ -18,6 +18,7 @@ from toolkit.units import format_size
 
 if TYPE_CHECKING:
     from toolkit.strategies.lowering import Engine
+    from toolkit.timeline.lengths import Events
     from toolkit.timeline.tape import CompactSource, Program, Tape
     from toolkit.timeline.trace import ModelTrace
     from toolkit.timeline.tracing import Numerics
@@ -122,7 +123,9 @@ class Estimator:
         key = (workload.with_(accumulate=min(workload.accumulate, PLAYED_MICRO_BATCHES)), plan, cluster, detail)
         if key not in self._memories:
             engine = kind(program.trace, workload, plan, cluster)
-            self._memories[key] = _memory(lower(program, engine), engine, cluster, plan, detail)
+            tape = lower(program, engine)
+            played = self._after_shorter(tape, workload, plan, cluster) if detail else tape
+            self._memories[key] = _memory(tape, engine, cluster, plan, detail, played)
         return Estimate(
             model=_facts(self.model, program.trace),
             workload=workload,
@@ -131,6 +134,21 @@ class Estimator:
             memory=self._memories[key],
             time=step_time(make(workload, numerics.whole(), kind).trace, workload, plan, cluster),
         )
+
+    def _after_shorter(self, tape: Tape, workload: Workload, plan: Plan, cluster: Cluster) -> Tape | Events:
+        """Where lengths vary and that leaves holes (growing segments have none), the batches that a run meets before its longest
+        one, and then that one; else its tape alone."""
+        from toolkit.strategies.lowering import PLAYED_MICRO_BATCHES, lower
+        from toolkit.timeline.lengths import one_after_the_other, shorter_lengths
+
+        if workload.lengths == "equal" or workload.alloc == "expandable" or cluster.gpu.is_cpu:
+            return tape
+        kind, tapes = engine_class(plan), []
+        for length in shorter_lengths(workload.seq_len, workload.micro_batch, plan.cp * plan.sp):
+            shorter = workload.with_(seq_len=length)
+            program = self._full_program(shorter, _numerics(shorter, plan, cluster), kind)
+            tapes.append(lower(program, kind(program.trace, shorter, plan, cluster)))
+        return one_after_the_other([*tapes, tape], min(workload.accumulate, PLAYED_MICRO_BATCHES)) if tapes else tape
 
     def timeline(self, workload: Workload, plan: Plan, cluster: Cluster, *, points: int = 600) -> dict[str, Any]:
         """The level of the first two steps at no more than `points` moments, as plain data: see estimate/timeline.py.
@@ -210,7 +228,8 @@ def _levels(tape: Tape) -> _Levels:
     return _Levels(level, tape.boundaries, [int(level[i]) for i in at], at)
 
 
-def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bool) -> MemoryEstimate:
+def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bool, played: Tape | Events
+            ) -> MemoryEstimate:
     levels = _levels(tape)
     steady = max(range(1, len(levels.peaks)), key=lambda i: levels.peaks[i])
     peak, at = levels.peaks[steady], levels.at[steady]
@@ -232,9 +251,8 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
     if not cluster.gpu.is_cpu:
         reserved = _guess_reserved(peak)
         if detail:
-            reserved, freely = replay_reserved(tape, engine.workload.alloc == "expandable", cluster.gpu.memory - outside)
-            if freely > reserved:
-                notes = [*notes, _GIVES_BACK.format(more=format_size(freely - reserved))]
+            reserved, more = _reserved(tape, played, engine.workload.alloc == "expandable", cluster.gpu.memory - outside)
+            notes = [*notes, *more]
     load = int(levels.level[: levels.starts[0]].max()) if levels.starts[0] else 0
     return MemoryEstimate(
         peak_allocated=peak,
@@ -255,6 +273,20 @@ def _memory(tape: Tape, engine: Engine, cluster: Cluster, plan: Plan, detail: bo
     )
 
 
+def _reserved(tape: Tape, played: Tape | Events, expandable: bool, limit: int) -> tuple[int, list[str]]:
+    """(bytes that the allocator reserves, what is to be said about it)"""
+    reserved, freely = replay_reserved(played, expandable, limit)
+    notes = []
+    if played is not tape:
+        more = reserved - replay_reserved(tape, expandable, limit).peak
+        notes += [_VARIED.format(more=format_size(more))] if more > 0 else []
+    if freely > reserved:
+        notes.append(_GIVES_BACK.format(more=format_size(freely - reserved)))
+    return reserved, notes
+
+
+_VARIED = ("batches of other lengths leave blocks that the longest does not fit in ({more}): expandable segments have none of "
+           "them")
 _GIVES_BACK = ("it fits only because torch gives cached memory back to the driver and asks for it anew ({more} more would spare "
                "it that): steps take longer than predicted")
 

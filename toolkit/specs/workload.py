@@ -17,6 +17,7 @@ OptimizerImpl = Literal["default", "foreach", "fused", "loop"]
 Attention = Literal["eager", "sdpa", "flash"]
 Loss = Literal["standard", "chunked", "fused"]
 Alloc = Literal["expandable", "default"]
+Lengths = Literal["equal", "varied"]
 Task = Literal["auto", "causal-lm", "seq2seq-lm", "sequence-classification", "token-classification"]
 
 
@@ -53,6 +54,9 @@ class Workload:
     transformers then makes a mask."""
     alloc: Alloc = "expandable"
     """CUDA's caching allocator: with expandable segments, as every launch file sets it, or with fixed ones, torch's default."""
+    lengths: Lengths = "equal"
+    """equal: every batch has rows of `seq_len` tokens (packed, or padded to it); varied: a batch is padded to its longest row,
+    and `seq_len` is the longest of all. With fixed segments the shorter ones leave blocks that the longest does not fit in."""
     task: Task = "auto"
     """auto: read from the architecture that the model's config names."""
     clip: float | None = None

@@ -14,6 +14,7 @@ from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from toolkit.timeline.lengths import Events
 from toolkit.timeline.tape import Tape
 
 ROUND = 512
@@ -231,7 +232,7 @@ class Reserved(NamedTuple):
     """On a device that grants all that is asked for."""
 
 
-def replay_reserved(tape: Tape, expandable: bool = False, limit: int | None = None) -> Reserved:
+def replay_reserved(tape: Tape | Events, expandable: bool = False, limit: int | None = None) -> Reserved:
     """What the allocator has reserved when the tape is played (all steps, the load included).
 
     Above `limit` bytes the device has no more: then what is cached goes back to it and is asked for anew, as torch does before
@@ -247,7 +248,7 @@ def replay_reserved(tape: Tape, expandable: bool = False, limit: int | None = No
         return Reserved(peak, peak)
 
 
-def _play(tape: Tape, allocator: CachingAllocator) -> int:
+def _play(tape: Tape | Events, allocator: CachingAllocator) -> int:
     """The peak of `reserved`. Raises OutOfLimit.
 
     The CPU is taken to run ahead of the GPU: what lags comes back only when the next block of its stream is asked for and
