@@ -157,6 +157,9 @@ class FsdpEngine(Engine):
             return
         tape.alloc(("cast", unit.name), unit.cast_bytes, "communication", f"cast shards of {unit.name}", GATHER_STREAM)
         tape.alloc(("gather", unit.name), unit.gather_bytes, "communication", f"all-gather of {unit.name}", GATHER_STREAM)
+        if self.device == "cpu":
+            # gloo gathers into a flat copy of the output (ProcessGroupGloo.cpp, `newLikeFlat`)
+            tape.transient(unit.gather_bytes, "communication", f"gloo's copy for {unit.name}")
         tape.free(("cast", unit.name))
 
     def _copy_out(self, tape: Tape, unit: Unit) -> None:
