@@ -257,6 +257,9 @@ class Recorder(TorchDispatchMode):
         self._note_change(self._stack[-1] if self._stack else self._layer_of(self._in_backward_of))
         if path == self.head_path and self.phase == "forward":
             self.phase = "loss"
+        if isinstance(out, torch.Tensor) and out.requires_grad and out.is_leaf:
+            # a frozen embedding's output that was told to take a gradient: no node of backward is the module's, its end is
+            out.register_hook(lambda _: self._enter_backward(path))
 
     head_path = "\0"
 
@@ -267,6 +270,9 @@ class Recorder(TorchDispatchMode):
         owner = self._changes_to[bisect_right(self._changes_at, node._sequence_nr()) - 1]
         if owner == self._in_backward_of and self._open or node.name() == _CHECKPOINT and owner in self._open:
             return
+        self._enter_backward(owner)
+
+    def _enter_backward(self, owner: str) -> None:
         self._in_backward_of = owner
         chain = self._chain(owner)
         self.close_backward(keep=chain)

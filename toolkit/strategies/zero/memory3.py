@@ -166,14 +166,21 @@ class Zero3Engine(ZeroEngine):
         if len(wanted) == 1:
             g = wanted[0]
             tape.alloc(("gathered", g.info.name), self.whole(g.info), "parameters", f"gathered {g.info.name}", self.gather_stream)
+            self._gloos_copy(tape, self.whole(g.info))
             g.available = True
             return
         self.flights += 1
         flight = Flight(("flight", self.flights), wanted, len(wanted))
-        tape.alloc(flight.name, sum(self.whole(g.info) for g in wanted), "communication", "coalesced all-gather",
-                   self.gather_stream)
+        nbytes = sum(self.whole(g.info) for g in wanted)
+        tape.alloc(flight.name, nbytes, "communication", "coalesced all-gather", self.gather_stream)
+        self._gloos_copy(tape, nbytes)
         for g in wanted:
             g.flight = flight
+
+    def _gloos_copy(self, tape: Tape, nbytes: int) -> None:
+        """gloo gathers into a flat copy of the output (ProcessGroupGloo.cpp, `newLikeFlat`)."""
+        if self.device == "cpu":
+            tape.transient(nbytes, "communication", "gloo's copy of what is gathered")
 
     def _wait(self, tape: Tape, g: Gathered) -> None:
         flight = g.flight
