@@ -25,8 +25,10 @@ class DdpEngine(Engine):
         tape.alloc("buckets", size, "communication", "gradient buckets")
 
     def gradient(self, tape: Tape, mark: Mark) -> None:
-        if self.views:
-            # the gradient is written into its bucket and dies; the bucket is the gradient from then on
-            tape.release(mark.nbytes, "gradients", mark.name, mark.key)
-        else:
-            super().gradient(tape, mark)
+        if not self.views or not self.last:
+            super().gradient(tape, mark)  # without synchronisation (no_sync) they are gradients of their own, views or not
+            return
+        # the gradient is written into its bucket and dies; the bucket is the gradient from then on
+        tape.release(mark.nbytes, "gradients", mark.name, mark.key)
+        if mark.name in self.gradients:
+            self.drop_gradient(tape, mark.name)
