@@ -34,6 +34,7 @@ def engine_class(plan: Plan) -> type[Engine]:
     from toolkit.strategies.fsdp.memory import FsdpEngine
     from toolkit.strategies.fsdp.memory1 import Fsdp1Engine
     from toolkit.strategies.lowering import Engine
+    from toolkit.strategies.zero.loose import LooseZero12Engine
     from toolkit.strategies.zero.memory import Zero12Engine
     from toolkit.strategies.zero.memory3 import Zero3Engine
 
@@ -45,6 +46,8 @@ def engine_class(plan: Plan) -> type[Engine]:
     }  # fmt: skip
     if plan.fsdp.version == 1 and table[plan.strategy] is FsdpEngine:
         return Fsdp1Engine
+    if plan.zero.contiguous_gradients is False and plan.offload == "none" and table[plan.strategy] is Zero12Engine:
+        return LooseZero12Engine
     return table[plan.strategy]
 
 

@@ -198,6 +198,9 @@ class Zero12Engine(ZeroEngine):
         for name in list(self.gradients):
             self.drop_gradient(tape, name)
 
+    def _free_partition(self, tape: Tape) -> None:
+        tape.free(("partition", 0))
+
     # -- optimizer ---------------------------------------------------------------------------------------------
 
     def optimizer_tensors(self) -> list[OptimizerTensor]:
@@ -216,10 +219,10 @@ class Zero12Engine(ZeroEngine):
             if self.accumulation_size != 4:
                 tape.alloc("fp32-gradient", self.partition * 4, "gradients", "fp32 gradient partition")
                 tape.free("flat-gradient")
-            tape.free(("partition", 0))
+            self._free_partition(tape)
             self.create_states(tape, tensors)
             play_step(tape, tensors, self.workload.optimizer, self.impl)
             tape.free("flat-gradient")
             tape.free("fp32-gradient")
-        tape.free(("partition", 0))
+        self._free_partition(tape)
         self.epoch = 0
