@@ -26,10 +26,10 @@ class OptimizerTensor:
 
 
 def default_impl(optimizer: str, impl: str, device: str) -> Impl:
-    """What torch chooses: foreach on CUDA, a loop on a CPU."""
+    """What torch chooses: foreach on CUDA, a loop on a CPU and, to save memory, for Adafactor."""
     if impl != "default":
         return impl  # type: ignore[return-value]
-    return "foreach" if device == "cuda" else "loop"
+    return "foreach" if device == "cuda" and optimizer != "adafactor" else "loop"
 
 
 def state_bytes(optimizer: str, tensor: OptimizerTensor, device: str, impl: Impl) -> tuple[tuple[int, ...], int]:
@@ -77,8 +77,24 @@ def play_step(tape: Tape, tensors: Sequence[OptimizerTensor], optimizer: str, im
                     tape.transient(previous + 2 * size, "temporaries", "optimizer step (loop)")
                 previous = size
     elif optimizer == "adafactor":
-        tape.transient(3 * max(sizes), "temporaries", "optimizer step (update, its square, factored moments)")
+        _play_adafactor(tape, tensors)
     elif optimizer == "lion":
         tape.transients([2 * max(sizes)] if impl == "loop" else sizes, "temporaries", "optimizer step")
     elif optimizer in ("adamw-8bit", "paged-adamw-8bit", "sgd"):
         return
+
+
+def _play_adafactor(tape: Tape, tensors: Sequence[OptimizerTensor]) -> None:
+    """`_single_tensor_adafactor`: the estimate of the second moment becomes the update; the means of a matrix, the squared
+    gradient of a vector and the last tensor's update stay named until they are replaced."""
+    update = square = means = highest = 0
+    for t in tensors:
+        size = t.numel * t.itemsize
+        if len(t.shape) >= 2:
+            means = (t.numel // t.shape[-1] + t.numel // t.shape[-2]) * t.itemsize
+        else:
+            highest = max(highest, update + means + square + size)
+            square = size
+        highest = max(highest, update + means + square + size)
+        update = size
+    tape.transient(highest, "temporaries", "optimizer step (update, squares, means)")
