@@ -72,6 +72,8 @@ class Zero3Engine(ZeroEngine):
         self.queue: deque[tuple[Gathered, int]] = deque()
         self.fetched_for: dict[str, int] = {}
         self.flights = 0
+        self.contiguous = self.settings.contiguous_gradients is not False
+        """Gradients wait for their reduction in a buffer that is always there; else where they lie (`contiguous_gradients`)."""
         self.bucket: list[str] = []
         self.elements = 0
         self.param_offload = plan.offload == "all"
@@ -123,7 +125,8 @@ class Zero3Engine(ZeroEngine):
         else:
             tape.alloc("master", trainable * 4, "master_weights", "fp32 partitions")
             tape.alloc("flat-gradients", trainable * self.accumulation_size, "gradients", "gradient partitions")
-        tape.alloc("bucket", self.bucket_size * self.weight_size, "communication", "reduce bucket")
+        if self.contiguous:
+            tape.alloc("bucket", self.bucket_size * self.weight_size, "communication", "reduce bucket")
         tape.alloc("buffers", self.trace.buffers, "parameters", "buffers")
         tape.alloc("batch", self.trace.batch, "activations", "inputs")
 
@@ -305,7 +308,7 @@ class Zero3Engine(ZeroEngine):
             return
         if self.elements + info.numel > self.bucket_size and self.elements > 0:
             self._reduce(tape)
-        if self.elements + info.numel <= self.bucket_size:
+        if self.contiguous and self.elements + info.numel <= self.bucket_size:
             self.drop_gradient(tape, mark.name)
         self.bucket.append(mark.name)
         self.elements += info.numel
@@ -318,7 +321,7 @@ class Zero3Engine(ZeroEngine):
         padded = sum(self.part(p) for p in infos) * self.world * self.weight_size
         if not (len(infos) == 1 and infos[0].numel % self.world == 0):
             tape.alloc("interleaved", padded, "communication", "interleaved reduce bucket")
-        if self.device == "cpu" and self.world > 1:
+        if self.device == "cpu":
             tape.transient(padded, "communication", "gloo's copy of the reduce bucket")
         if self.accumulation_size != self.weight_size:
             tape.transient(sum(self.part(p) for p in infos) * self.accumulation_size, "gradients", "cast gradient partitions")
