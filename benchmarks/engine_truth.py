@@ -55,6 +55,9 @@ def measure(row: dict[str, Any], timeout: int = 300) -> dict[str, Any]:
         finally:
             for process in ranks:
                 process.kill()
+                process.wait()
+            for left in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_*_127.0.0.1_{port}_*"):
+                left.unlink(missing_ok=True)  # DeepSpeed's shared memory on a CPU, 66 MiB a rank, outlives it
         if any(process.returncode for process in ranks):
             raise RuntimeError(f"{row['strategy']} failed: " + "\n".join(e[-2000:] for e in errors if e))
         return json.loads((Path(folder) / "0.json").read_text())  # type: ignore[no-any-return]

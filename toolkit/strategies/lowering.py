@@ -156,7 +156,7 @@ def lower(program: Program, engine: Engine) -> Tape:
         if step == 0 and engine.device == "cuda":
             tape.alloc("workspaces", blas_workspaces(engine.cluster.gpu.architecture), "temporaries", "cuBLAS workspaces")
         elif step == 0:
-            tape.alloc("workspaces", engine.trace.compiled, "temporaries", "oneDNN's compiled code")
+            tape.alloc("workspaces", engine.trace.compiled - engine.trace.compiled_in_backward, "temporaries", _CODE)
         for i in range(micro_batches):
             tape.micro += 1
             tape.phase = "forward"
@@ -165,6 +165,9 @@ def lower(program: Program, engine: Engine) -> Tape:
         tape.phase = "optimizer"
         engine.step(tape)
     return tape
+
+
+_CODE = "oneDNN's compiled code"
 
 
 @dataclass
@@ -198,6 +201,8 @@ def _walk(program: Program, engine: Engine, tape: Tape, old: _OldGraph) -> None:
         elif step.kind == "graph-dies":
             dying, old.micro = True, tape.micro
         elif step.kind == "gradient":
+            if engine.device == "cpu" and not tape.held("code of backward"):
+                tape.alloc("code of backward", engine.trace.compiled_in_backward, "temporaries", _CODE)
             engine.gradient(tape, step)
         elif step.kind == "backward-done":
             dying = False

@@ -252,6 +252,7 @@ def expand(built: BuiltModel, recorder: Recorder, workload: Workload, itemsizes:
         entries_without_gradient=_renamed(recorder.entries_without_gradient, built),
         operations=_operations(built, recorder),
         compiled=sum(map(code_size, recorder.compiled)),
+        compiled_in_backward=sum(code_size(product) for product, phase in recorder.compiled.items() if phase == "backward"),
         notes=_notes(built, workload),
         buffer_parts=tuple(parts),
     )

@@ -107,8 +107,8 @@ class Recorder(TorchDispatchMode):
         self.segments: list[Segment] = [Segment("", False, [])]
         self.storages: list[Born] = []
         self.operations: dict[tuple[Any, ...], int] = {}
-        self.compiled: set[tuple[int, ...]] = set()
-        """Products that oneDNN compiles code for."""
+        self.compiled: dict[tuple[int, ...], str] = {}
+        """Products that oneDNN compiles code for, and the phase in which each comes first."""
         self._compiles = device_is_cpu and compiles_products()
         self._live: dict[int, tuple[weakref.ref[Any], int]] = {}
         self._counts: list[int] = [0]
@@ -186,7 +186,8 @@ class Recorder(TorchDispatchMode):
             key = (len(self.segments) - 1, self.phase, *cost)
             self.operations[key] = self.operations.get(key, 0) + 1
         if self._compiles:
-            self.compiled.update(compiled_products(func, args, kwargs))
+            for product in compiled_products(func, args, kwargs):
+                self.compiled.setdefault(product, self.phase)
         return out
 
     # -- where we are ------------------------------------------------------------------------------------------

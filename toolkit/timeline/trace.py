@@ -118,6 +118,8 @@ class ModelTrace:
     operations: tuple[Operation, ...] = ()
     compiled: int = 0
     """Bytes that a CPU's kernel library keeps for good once it has run the model: code for each distinct bf16 product."""
+    compiled_in_backward: int = 0
+    """Of them, those that backward needs first."""
     notes: tuple[str, ...] = ()
     buffer_parts: tuple[tuple[str, int], ...] = field(default=(), repr=False)
     """(name, bytes) of each buffer."""
