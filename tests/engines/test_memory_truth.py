@@ -17,7 +17,7 @@ ROWS: list[dict[str, Any]] = [
     {"strategy": "fsdp", "model": "qwen3", "precision": "bf16"},
     {"strategy": "hsdp", "model": "llama", "world": 4, "shard_size": 2, "precision": "bf16", "micro_batch": 1, "seq_len": 32},
     {"strategy": "zero2", "model": "llama", "precision": "bf16", "bucket": 3_000_000},
-    {"strategy": "zero3", "model": "qwen3", "sp": 2, "attention": "sdpa", "bucket": 1_000_000, "persist": 0, "seq_len": 1024},
+    {"strategy": "zero3", "model": "qwen3", "sp": 2, "attention": "sdpa", "bucket": 1_000_000, "persist": 0, "seq_len": 512},
 ]
 
 EXACT = 4096
