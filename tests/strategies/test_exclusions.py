@@ -22,6 +22,7 @@ RULES: list[tuple[dict[str, Any], dict[str, Any], str, int, tuple[str, str]]] = 
     ({"attention": "flash", "precision": "fp32"}, {}, "a100-80gb-sxm", 1, ("attention flash", "precision fp32")),
     ({"optimizer": "lion", "optimizer_impl": "fused"}, {}, "a100-80gb-sxm", 1, ("optimizer-impl fused", "optimizer lion")),
     ({"optimizer_impl": "fused"}, OFFLOADED, "a100-80gb-sxm", 4, ("optimizer-impl fused", "offload optimizer of zero2")),
+    ({}, {"strategy": "zero1", "bucket": 10_001}, "a100-80gb-sxm", 4, ("allgather bucket of 10,001 elements", "zero1")),
 ]
 """One per rule of EXCLUSIONS, in its order."""
 OTHERS: list[tuple[dict[str, Any], dict[str, Any], str, int, tuple[str, str]]] = [

@@ -37,6 +37,11 @@ def _strategy(work: Workload, plan: Plan, cluster: Cluster) -> str:
     return plan.strategy
 
 
+def _allgather_bucket(plan: Plan) -> int:
+    """Elements; 0: DeepSpeed's default."""
+    return plan.zero.allgather_bucket or plan.bucket or 0
+
+
 EXCLUSIONS = (
     Exclusion(lambda w, p, c: w.method == "qlora" and c.gpu.is_cpu, _option("method"), _gpu,
               "the 4-bit kernels need a GPU; use lora"),
@@ -56,6 +61,9 @@ EXCLUSIONS = (
     Exclusion(lambda w, p, c: w.optimizer_impl != "default" and p.offload != "none" and p.strategy.startswith("zero"),
               _option("optimizer_impl"), lambda w, p, c: f"offload {p.offload} of {p.strategy}",
               "DeepSpeed's CPU Adam steps on the host; use optimizer-impl default"),
+    Exclusion(lambda w, p, c: p.strategy in ("zero1", "zero2") and _allgather_bucket(p) % 2 == 1,
+              lambda w, p, c: f"an allgather bucket of {_allgather_bucket(p):,} elements", _strategy,
+              "DeepSpeed's stages 1 and 2 take even sizes only (nccl_start_alignment_factor); use one element more"),
 )
 
 
