@@ -51,11 +51,7 @@ class LooseZero12Engine(Zero12Engine):
     def backward_done(self, tape: Tape) -> None:
         if self.stage == 1 and not self.last:
             return
-        if self.stage == 1 and not self.overlap:
-            for name in self.slices:
-                if name in self.gradients:
-                    self._into_bucket(tape, name)
-        self._reduce_bucket(tape)
+        self._reduce_the_rest(tape)
         self._drop_late(tape)
         mine = {} if self.averaged else {name: found for name, found in self.gradients.items() if self._is_mine(name)}
         for name in list(self.gradients):

@@ -184,11 +184,7 @@ class Zero12Engine(ZeroEngine):
         """reduce_gradients of stage 1, then independent_gradient_partition_epilogue."""
         if self.stage == 1 and not self.last:
             return  # gradients wait for the last micro-batch, and so does the bucket
-        if self.stage == 1 and not self.overlap:
-            for name in self.slices:
-                if name in self.gradients:
-                    self._into_bucket(tape, name)
-        self._reduce_bucket(tape)
+        self._reduce_the_rest(tape)
         if self.epoch and tape.held(("partition", 0)):
             tape.free(("partition", self.epoch))  # added to what earlier micro-batches left
         tape.free(("bucket", 0))
@@ -197,6 +193,14 @@ class Zero12Engine(ZeroEngine):
         self.epoch += 1
         for name in list(self.gradients):
             self.drop_gradient(tape, name)
+
+    def _reduce_the_rest(self, tape: Tape) -> None:
+        """What is in the bucket; in stage 1 without overlap that is every gradient, for none was put there in backward."""
+        if self.stage == 1 and not self.overlap:
+            for name in self.slices:
+                if name in self.gradients:
+                    self._into_bucket(tape, name)
+        self._reduce_bucket(tape)
 
     def _free_partition(self, tape: Tape) -> None:
         tape.free(("partition", 0))
