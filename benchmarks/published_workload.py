@@ -151,6 +151,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         # llm-foundry's models have norm_type low_precision_layernorm
         # foak's kernels take the place of RMSNorm, which GPT-BigCode does not have
         kernels="fused-norm" if re.search("foak|mpt-", (loss_text + row["notes"] + row["model"]).lower()) and not bigcode
+        or _titan_fused_norm(row)
         # a compiled layer saves what its products need and recomputes the rest (functorch's min-cut partitioner)
         else "liger" if "liger" in loss_text or row["torch_compile"] in ("yes", "per-block") else "model",
         # Hugging Face's Trainer checkpoints around the FSDP unit and reentrantly; llama-recipes, fsdp_qlora and Accelerate's
@@ -183,6 +184,14 @@ def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
     """torchtune compiles the cross entropy of a piece where it compiles the model; torchtitan all of it from April 2025 on (its
     #1033)."""
     return loss_code == "pieces" or ("torchtitan" in source and _month(software) >= "2025-04")
+
+
+def _titan_fused_norm(row: Row) -> bool:
+    """Whether torchtitan's Triton RMSNorm ran: between its #181 (2024-03-30, "+15% eager") and #297 (2024-05-02) its configs said
+    `fused_rmsnorm`. docs/performance.md was written between the two (#255, 2024-04-18), and the list of what its figures waited
+    for (#186) names an efficient norm."""
+    month = _month(row["software"])
+    return "torchtitan" in row["source"] and ("docs/performance.md" in row["source_location"] and not month or month == "2024-04")
 
 
 def _repeats_keys(row: Row) -> bool:
