@@ -190,8 +190,10 @@ def _titan_fused_norm(row: Row) -> bool:
     """Whether torchtitan's Triton RMSNorm ran: between its #181 (2024-03-30, "+15% eager") and #297 (2024-05-02) its configs said
     `fused_rmsnorm`. docs/performance.md was written between the two (#255, 2024-04-18), and the list of what its figures waited
     for (#186) names an efficient norm."""
-    month = _month(row["software"])
-    return "torchtitan" in row["source"] and ("docs/performance.md" in row["source_location"] and not month or month == "2024-04")
+    if "torchtitan" not in row["source"]:
+        return False
+    month = _month(row["software"]) or ("2024-04" if "docs/performance.md" in row.get("source_location", "") else "")
+    return month == "2024-04"
 
 
 def _repeats_keys(row: Row) -> bool:

@@ -52,7 +52,7 @@ def test_published_rows_stay_within_their_error(row: str, within: float) -> None
 
 
 def test_outcomes() -> None:
-    for row in ("fms-188", "fms-062"):
+    for row in ("fms-188", "fms-062", "titan-076"):  # the last fits by torchtitan's Triton RMSNorm, which its configs then had
         found = evaluate(ROWS[row], ESTIMATORS)
         assert found["right"], found
 
