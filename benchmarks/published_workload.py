@@ -122,7 +122,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
     dropout = float(stated[1]) if stated else 0.05 if re.search("litgpt|qwen readme", source) and method != "full" else 0.0
     litgpt = "litgpt" in source
     adapted = ",".join(p for p in "qkv" if re.search(rf"targets=\S*\b{p}\b", task))
-    names_logits = _names_logits(source, row["software"], loss_code)
+    names_logits = _names_logits(row, loss_code)
     peft = any(s in source for s in _HUGGING_FACE) and "answer" not in source
     bigcode = "bigcode" in row["model"].lower()
     return Variant(
@@ -146,7 +146,7 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
         trainable_modules="embed_tokens,lm_head" if "trainable emb" in task else "",
         loss_code=loss_code,  # type: ignore[arg-type]
         triton_loss=bool(re.search(r"triton|fused ce", loss_text)),
-        compiled_loss=row["torch_compile"] in ("yes", "per-block") and _compiles_loss(source, row["software"], loss_code),
+        compiled_loss=row["torch_compile"] in ("yes", "per-block") and _compiles_loss(row, loss_code),
         upcast_logits=not re.search(r"bigcode|santacoder|gpt2|mpt|qwen-[\d_]+b", row["model"].lower()),
         # llm-foundry's models have norm_type low_precision_layernorm
         # foak's kernels take the place of RMSNorm, which GPT-BigCode does not have
@@ -172,28 +172,25 @@ def _variant(row: Row, method: str, loss_code: str) -> Variant:
     )  # fmt: skip
 
 
-def _names_logits(source: str, software: str, loss_code: str) -> bool:
+def _names_logits(row: Row, loss_code: str) -> bool:
     """Models that made logits fp32 in loops that named them while backward ran: torchtitan before #391 (2024-06-12), torchtune
     before #1235 (2024-07-27)."""
+    source = row["source"].lower()
     if "torchtune" in source:
         return loss_code != "pieces"
-    return "torchtitan" in source and "" < _month(software) < "2024-06"
+    return "torchtitan" in source and "" < _month(row) < "2024-06"
 
 
-def _compiles_loss(source: str, software: str, loss_code: str) -> bool:
+def _compiles_loss(row: Row, loss_code: str) -> bool:
     """torchtune compiles the cross entropy of a piece where it compiles the model; torchtitan all of it from April 2025 on (its
     #1033)."""
-    return loss_code == "pieces" or ("torchtitan" in source and _month(software) >= "2025-04")
+    return loss_code == "pieces" or ("torchtitan" in row["source"].lower() and _month(row) >= "2025-04")
 
 
 def _titan_fused_norm(row: Row) -> bool:
     """Whether torchtitan's Triton RMSNorm ran: between its #181 (2024-03-30, "+15% eager") and #297 (2024-05-02) its configs said
-    `fused_rmsnorm`. docs/performance.md was written between the two (#255, 2024-04-18), and the list of what its figures waited
-    for (#186) names an efficient norm."""
-    if "torchtitan" not in row["source"]:
-        return False
-    month = _month(row["software"]) or ("2024-04" if "docs/performance.md" in row.get("source_location", "") else "")
-    return month == "2024-04"
+    `fused_rmsnorm`, and the list of what its figures waited for (#186) names an efficient norm."""
+    return "torchtitan" in row["source"] and _month(row) == "2024-04"
 
 
 def _repeats_keys(row: Row) -> bool:
@@ -201,7 +198,7 @@ def _repeats_keys(row: Row) -> bool:
     litgpt, transformers' sdpa before #39412 (2025-07, 4.55), its flash attention before 4.48 in every model but Llama."""
     source, software = row["source"].lower(), row["software"]
     if "torchtitan" in source:
-        return _month(software) < "2026-02"
+        return _month(row) < "2026-02"
     if not any(s in source for s in _HUGGING_FACE):
         return "torchtune" in source or "litgpt" in source
     version = _transformers(software)
@@ -214,14 +211,17 @@ def _expandable(row: Row) -> bool:
     """Whether the run's launcher set expandable segments: run_llama_train.sh of torchtitan (its #643, 2024-10-22), axolotl's
     command line (its #1765, 2024-07), projects/sequence-parallelism/README.md of ArcticTraining."""
     source = row["source"].lower()
-    titan = "torchtitan" in source and _month(row["software"]) > "2024-10"
+    titan = "torchtitan" in source and _month(row) > "2024-10"
     return titan or source.startswith(("axolotl", "arctic")) or "expandable" in row["notes"].lower()
 
 
-def _month(software: str) -> str:
-    """The year and month that the software's column states, as 2024-06; empty when it states none."""
-    dated = re.search(r"20\d\d-\d\d", software)
-    return dated[0] if dated else ""
+def _month(row: Row) -> str:
+    """The year and month of the run's software, as 2024-06: what its column states, else what its document tells; empty when
+    neither does. torchtitan's docs/performance.md was written in its #255 (2024-04-18)."""
+    dated = re.search(r"20\d\d-\d\d", row["software"])
+    if dated:
+        return dated[0]
+    return "2024-04" if "docs/performance.md" in row.get("source_location", "") else ""
 
 
 def _eager_modules(software: str) -> bool:

@@ -41,8 +41,7 @@ def test_a_loop_of_ones_own(tmp_path: Path) -> None:
     found = json.loads(done.stdout)
     weights = 4 * 1001 * 1000
     assert found["steps"] == 4 and found["ended"] and found["counter"] == "allocations"
-    # weights, gradients and two states; and what modules imported meanwhile keep (146 KB on a busy machine)
-    assert 4 * weights <= found["resident"] < 4.125 * weights
+    assert 4 * weights <= found["resident"] < 4 * weights + 100_000  # weights, gradients and two states
     assert found["peak"] == found["peaks"][-1] >= 5 * weights
 
 
